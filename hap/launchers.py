@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from hap.errors import InputError
+
 
 class Launcher(NamedTuple):
     """Names of the variables that hold a process's rank, the number of ranks, and its place on its machine."""
@@ -20,10 +22,26 @@ class Launcher(NamedTuple):
 TORCHRUN = Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SRUN = Launcher("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # as mpirun sets them
+
 
 def launcher() -> Launcher | None:
     """Return what started this process as one of several; torchrun inside of srun is torchrun."""
     return next((one for one in (TORCHRUN, SRUN) if one.rank in os.environ), None)
+
+
+def refuse_mpirun() -> None:
+    """Check that mpirun did not start several processes, each of which would act as the only one.
+
+    Raises:
+        InputError: it did, and neither torchrun nor srun numbers them.
+    """
+    size = next((os.environ[name] for name in _MPI_SIZES if name in os.environ), "1")
+    if launcher() is None and size != "1":
+        raise InputError(
+            f"mpirun started {size} processes, whose numbers hap does not read",
+            hint="start them by torchrun or srun; on one machine start hap run once, without mpirun",
+        )
 
 
 def numbered(name: str, default: int = 0) -> int:

@@ -25,7 +25,6 @@ import ctypes
 import math
 import os
 import pickle
-import signal
 import sys
 import threading
 import time
@@ -42,15 +41,18 @@ import torch.distributed as dist
 from hap.errors import HapError, InputError
 from hap.launchers import SRUN, launcher, numbered
 from hap.runtime.collectives import LATE
+from hap.runtime.peer_errors import LOST, meeting_told, of_peer
+from hap.runtime.rank_failures import failure
 from hap.runtime.rank_process import RankProcess, end_with_parent, environment, kill, start
 
 T = TypeVar("T")
 
 _POLL_S = 0.1  # interval between checks for dead ranks
-GRACE_S = 0.5  # after a failure: time to detect other dead ranks, see _failure
+GRACE_S = 0.5  # after a failure: time to detect other dead ranks, see :func:`hap.runtime.rank_failures.failure`
 _EXIT_S = 5.0  # after the last result: time until ranks that still run are killed
-LOST = 75
-"""Exit code of a rank whose peer was lost: EX_TEMPFAIL of <sysexits.h>."""
+_SKEW_S = (
+    5.0  # after errors that another rank caused: time until ranks that say nothing count as hung
+)
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # from <malloc.h>
 
@@ -125,9 +127,10 @@ def join_group(
     if device.type == "cpu":
         keep_memory()
     on_cuda = device if device.type == "cuda" else None
-    dist.init_process_group(
-        backend, timeout=LATE, rank=rank, world_size=size, device_id=on_cuda, store=store
-    )
+    with meeting_told() if store is None else contextlib.nullcontext():
+        dist.init_process_group(
+            backend, timeout=LATE, rank=rank, world_size=size, device_id=on_cuda, store=store
+        )
     return World(rank=rank, size=size, local_rank=local_rank, device=device)
 
 
@@ -328,52 +331,17 @@ def _collect(
         }
         if died or raised:
             all_ended = len(results) + len(raised) + len(died) == len(ranks)
-            deadline = min(deadline, time.monotonic() + (0.0 if all_ended else grace_s))
+            by_peers = {*died.values(), *(code for _, code in raised.values())} == {LOST}
+            wait_s = 0.0 if all_ended else max(grace_s, _SKEW_S) if by_peers else grace_s
+            deadline = min(deadline, time.monotonic() + wait_s)
         if time.monotonic() >= deadline:
-            raise _failure(died, raised, late, timeout_s)
+            raise failure(died, raised, late, timeout_s)
     return [results[n] for n in range(len(ranks))]
 
 
 def _answer(pipe: Connection, message: bytes) -> None:
     with contextlib.suppress(ConnectionError):  # the rank died; _collect sees its exit code
         pipe.send_bytes(message)
-
-
-class RankError(HapError):
-    """The error of one rank; it keeps the exit code of the original error."""
-
-    def __init__(self, text: str, rank: int, exit_code: int) -> None:
-        super().__init__(text, where=f"rank {rank}")
-        self.rank = rank
-        self.exit_code = exit_code  # type: ignore[misc]
-
-
-class RankDiedError(HapError):
-    """The process of one rank ended without a word."""
-
-    def __init__(self, what: str, rank: int, hint: str) -> None:
-        super().__init__(what, where=f"rank {rank}", hint=hint)
-        self.rank = rank
-
-
-def _failure(
-    died: Mapping[int, int],
-    raised: Mapping[int, tuple[str, int]],
-    late: list[int],
-    timeout_s: float | None,
-) -> HapError:
-    """Return one error for the cause; a death comes first, since the rank's peers then raise."""
-    for n, code in sorted(died.items(), key=lambda found: found[1] == LOST):
-        if code >= 0:
-            hint = "see its output above for the reason"
-            return RankDiedError(f"exited with code {code} and no result", n, hint)
-        name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-        hint = "the kernel kills with SIGKILL when memory runs out" if name == "SIGKILL" else ""
-        return RankDiedError(f"killed by {name}", n, hint)
-    for n, (text, exit_code) in raised.items():
-        return RankError(text, n, exit_code)
-    what = f"no result from rank {', '.join(map(str, late))} after {timeout_s} s"
-    return HapError(what, hint="ranks that issue different collectives wait for ever")
 
 
 def _rank_main(pipe: Connection, backend: str, variables: Mapping[str, str]) -> None:
@@ -401,7 +369,8 @@ def _rank_main(pipe: Connection, backend: str, variables: Mapping[str, str]) -> 
         # Messages for people are printed as they are; other errors need their traceback.
         for_people = isinstance(error, HapError)
         text = str(error) if for_people else f"{summary}\n\n{traceback.format_exc().rstrip()}"
-        _send(pipe, "error", (text, error.exit_code if isinstance(error, HapError) else 1))
+        code = error.exit_code if isinstance(error, HapError) else LOST if of_peer(error) else 1
+        _send(pipe, "error", (text, code))
         sys.exit(1)
 
 

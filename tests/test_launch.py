@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import signal
 import socket
@@ -27,8 +28,10 @@ from hap.cli import worker
 from hap.errors import HapError, InputError, PlanError
 from hap.runtime import launch
 from hap.runtime.elastic.notice import SavedAndEnded
-from hap.runtime.launch import init_from_env, report, spawn
+from hap.runtime.launch import end_as_lost, init_from_env, report, spawn
 from hap.runtime.launch_lines import batch_script, launch_lines
+from hap.runtime.peer_errors import LOST, PeerLostError, losses_told
+from hap.runtime.rank_failures import failure
 from tests.random_plans import benchmark_case, random_plan
 
 gloo = pytest.mark.gloo
@@ -77,6 +80,39 @@ def test_results_reports_and_pids_come_back_in_rank_order() -> None:
     assert dict(os.environ) == variables
 
 
+@pytest.mark.parametrize(
+    ("died", "raised", "late", "said"),
+    [
+        ({0: LOST}, {1: ("disk full", 2)}, [0], "rank 1: disk full"),
+        ({0: LOST, 2: -9}, {1: ("ValueError", 1)}, [0, 2], "rank 2: killed by SIGKILL"),
+        ({}, {0: ("gloo", LOST), 1: ("ValueError", 1)}, [], "rank 1: ValueError"),
+        ({}, {0: ("Timed out", LOST)}, [1], "rank 1: hangs"),
+        ({0: LOST}, {}, [0, 1, 2], "rank 1: hangs: .*, as do the ranks 2"),
+        ({0: LOST}, {}, [0], "rank 0: exited with code 75"),
+        ({}, {0: ("Timed out", LOST)}, [], "rank 0: Timed out"),
+        ({}, {}, [1], "no result from rank 1"),
+    ],
+)
+def test_the_cause_is_told_and_not_what_follows_from_it(
+    died: dict[int, int], raised: dict[int, tuple[str, int]], late: list[int], said: str
+) -> None:
+    assert re.search(f"^{said}", str(failure(died, raised, late, 9.0)))
+
+
+@pytest.mark.parametrize(
+    ("error", "peer"),
+    [
+        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] closed by peer"), True),
+        (dist.DistNetworkError("the connection was reset"), True),
+        (RuntimeError("no such file: /home/igloo/data"), False),
+        (ValueError("gloo/transport"), False),
+    ],
+)
+def test_errors_of_other_ranks_are_told_from_own_ones(error: Exception, peer: bool) -> None:
+    with pytest.raises(PeerLostError if peer else type(error)), losses_told("rank 3"):
+        raise error
+
+
 def fail(how: str) -> None:
     """Fail on rank 1 in a given way, while rank 0 waits for it in a collective."""
     child = subprocess.Popen(["sleep", "1000"])
@@ -85,11 +121,16 @@ def fail(how: str) -> None:
     if dist.get_rank() == 1:
         if how == "raise":
             raise ValueError("the boiler burst")
+        if how == "late":
+            time.sleep(0.2)
+            raise ValueError("the boiler burst")
         if how == "signal":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "exit":
             os._exit(7)
         time.sleep(1000)
+    if how == "late":
+        end_as_lost("rank 1 is lost")
     dist.all_reduce(torch.zeros(1))
 
 
@@ -99,6 +140,7 @@ def fail(how: str) -> None:
     ("how", "timeout_s", "said"),
     [
         ("raise", 120, ["rank 1: ValueError: the boiler burst", "in fail", "Traceback"]),
+        ("late", 120, ["rank 1: ValueError: the boiler burst"]),
         ("signal", 120, ["rank 1: killed by SIGKILL"]),
         ("exit", 120, ["rank 1: exited with code 7"]),
         ("hang", 8, ["no result from rank 0, 1 after 8 s"]),
@@ -260,6 +302,23 @@ def test_srun_variables_are_understood(bare_environment: pytest.MonkeyPatch) -> 
         assert (dist.get_backend(), world.device.type) == ("gloo", "cpu")
     finally:
         dist.destroy_process_group()
+
+
+def test_a_port_in_use_is_named(bare_environment: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        for name, value in {
+            "RANK": 0,
+            "WORLD_SIZE": 2,
+            "LOCAL_RANK": 0,
+            "MASTER_PORT": port,
+        }.items():
+            bare_environment.setenv(name, str(value))
+        bare_environment.setenv("MASTER_ADDR", "127.0.0.1")
+        with pytest.raises(InputError, match=f"^MASTER_PORT {port} is in use"):
+            init_from_env("gloo")
 
 
 @pytest.mark.parametrize(
@@ -442,7 +501,13 @@ def test_one_rank_of_a_machine_captures_the_model_and_all_refuse_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "left"), [(None, True), (InputError("no"), False), (SavedAndEnded(3), True)]
+    ("error", "left"),
+    [
+        (None, True),
+        (InputError("no"), False),
+        (SavedAndEnded(3), True),
+        (RuntimeError("gloo/transport: closed"), False),
+    ],
 )
 def test_a_rank_that_fails_does_not_wait_for_the_others(
     error: Exception | None, left: bool, monkeypatch: pytest.MonkeyPatch
@@ -457,6 +522,7 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(
     if error is None:
         worker.run_as_rank(mock.Mock())
     else:
-        with pytest.raises(type(error)):
+        told = PeerLostError if type(error) is RuntimeError else type(error)
+        with pytest.raises(told):
             worker.run_as_rank(mock.Mock())
     assert bool(seen) == left

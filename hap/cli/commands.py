@@ -26,7 +26,7 @@ from hap.cli.answers import Seconds, Seed, answered
 from hap.errors import InputError, VerifyError
 from hap.files import check_output
 from hap.ir.half_gradients import ROUNDINGS
-from hap.launchers import launcher, started_as
+from hap.launchers import launcher, refuse_mpirun, started_as
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -264,6 +264,8 @@ def run(
     if nproc is None and launcher():
         (cli.elastic_run.run_elastic if elastic else cli.worker.run_as_rank)(job)
         return
+    if nproc is None:
+        refuse_mpirun()
     made = hap.Plan.load(plan_file)
     if nproc is None and (elastic or len(made.cluster.nodes) > 1):
         if max_restarts and not elastic:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
-from torch.distributed import DistError
 
 from hap.cli.worker import RunJob, train_and_print
 from hap.errors import HapError, InputError
@@ -25,6 +24,7 @@ from hap.runtime.elastic.meeting import Meeting, meet
 from hap.runtime.elastic.notice import SavedAndEnded
 from hap.runtime.heartbeats import Heartbeats
 from hap.runtime.launch import end_as_lost
+from hap.runtime.peer_errors import of_peer
 from hap.units import format_seconds
 
 
@@ -49,7 +49,7 @@ def run_elastic(job: RunJob) -> None:
         try:
             ending = _train(job, meeting, path, how, plans)
         except RuntimeError as error:
-            if not _of_peer(error):
+            if not of_peer(error):
                 raise
             reason = str(error).partition("\n")[0]
             end_as_lost(f"{meeting.own}: another rank is lost ({reason})")
@@ -71,7 +71,7 @@ def _train(
     plan = Plan.load(path)
     names = tuple(device.name for device in plan.cluster.devices)
     if meeting.own not in names:
-        meeting.hear("ended")
+        meeting.hear_at_last("ended")
         return None
     if meeting.own == names[0]:
         text = f"training on {', '.join(names)} by {path}, {how}"
@@ -98,11 +98,6 @@ def _all_again(meeting: Meeting, folder: str | Path) -> bool:
     again = restarted and bool(CheckpointFolder(folder).steps())
     meeting.tell(f"again/{meeting.own}", "yes" if again else "no")
     return all(meeting.hear(f"again/{name}") == "yes" for name in meeting.names)
-
-
-def _of_peer(error: RuntimeError) -> bool:
-    """Did a peer cause the error? gloo raises plain errors with the place in their text."""
-    return isinstance(error, DistError) or "gloo" in str(error)
 
 
 def _agreed(meeting: Meeting, plans: PartPlans) -> tuple[str, str]:

@@ -16,14 +16,14 @@ import torch
 from hap.capture.model_file import model_file_of
 from hap.cli.terminal import OnStep
 from hap.cli.worker import RunJob, check_world_size, train_rank
-from hap.errors import HapError
 from hap.ir.plan import Plan
 from hap.launchers import started_as
 from hap.part_plans import PartPlans
 from hap.runtime.checkpoints.checkpoint_layout import survivable
 from hap.runtime.elastic.emergency import LONGEST_S
 from hap.runtime.elastic.notice import SavedAndEnded
-from hap.runtime.launch import GRACE_S, RankDiedError, RankError, spawn
+from hap.runtime.launch import GRACE_S, spawn
+from hap.runtime.rank_failures import RankDiedError, RankError
 
 
 def run_here(job: RunJob, nproc: int, on_step: OnStep) -> None:
@@ -50,7 +50,10 @@ def run_here(job: RunJob, nproc: int, on_step: OnStep) -> None:
             _once(job, len(names), trained)
             return
         except (RankDiedError, RankError) as failure:
-            if not left or failure.exit_code == 2:  # a mistake of the user's stays one
+            mistaken = (
+                failure.exit_code == 2 and not trained.any
+            )  # a mistake of the user's stays one
+            if mistaken or trained.noticed or not left:
                 raise
             name = names[failure.rank]
             job, names = _again(job, names, failure, twice=name == last and not trained.any)
@@ -59,10 +62,10 @@ def run_here(job: RunJob, nproc: int, on_step: OnStep) -> None:
 
 
 class _Steps:
-    """Hears the steps of one start."""
+    """Hears the steps of one start, and whether there was a SIGTERM."""
 
     def __init__(self, on_step: OnStep) -> None:
-        self._on_step, self.any = on_step, False
+        self._on_step, self.any, self.noticed = on_step, False, False
 
     def __call__(self, rank: int, step: tuple[int, float, float]) -> None:
         self.any = True
@@ -90,7 +93,7 @@ def _again(
     return job, names
 
 
-def _once(job: RunJob, nproc: int, on_report: _Steps) -> None:
+def _once(job: RunJob, nproc: int, steps: _Steps) -> None:
     """Start all ranks and wait for them; SIGTERM is passed on to them."""
     plan = Plan.load(job.path)
     gpus = torch.cuda.device_count()
@@ -100,30 +103,25 @@ def _once(job: RunJob, nproc: int, on_report: _Steps) -> None:
     if group == "gloo" and planned:
         kinds = ", ".join(f"{count} {kind}" for kind, count in planned.items())
         text += f": the plan is for {kinds}, and this machine has {gpus} GPUs for them"
-    print(text, file=sys.stderr, flush=True)
+    print(f"{text}; starting, which imports torch", file=sys.stderr, flush=True)
     pids: list[int] = []
-    noticed = False
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        nonlocal noticed
-        noticed = True
+        if steps.noticed or len(pids) < nproc:  # a second one, or no rank has a step to save
+            raise SystemExit(128 + number)
+        steps.noticed = True
         _send(pids, number)
-
-    def begin(rank: int, pid: int) -> None:
-        pids.append(pid)
-        if noticed:
-            _send([pid], signal.SIGTERM)
 
     before = signal.signal(signal.SIGTERM, pass_on) if job.checkpoints else None
     try:
         ended = spawn(
-            train_rank, nproc, args=(job,), backend=group, on_report=on_report,
+            train_rank, nproc, args=(job,), backend=group, on_report=steps,
             devices=plan.device_names,
-            before_rank=begin,
+            before_rank=lambda rank, pid: pids.append(pid),
             grace_s=LONGEST_S if job.checkpoints and survivable(plan) else GRACE_S,
         )  # fmt: skip
-    except HapError:
-        if noticed:  # some rank had not begun to train
+    except RankDiedError as death:
+        if steps.noticed and death.code == -signal.SIGTERM:  # this rank had not begun to train
             raise SystemExit(128 + signal.SIGTERM) from None
         raise
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from hap.errors import reason_of
 from hap.units import format_seconds
 
 MANY_RANKS = 16
@@ -121,13 +123,31 @@ def training_progress(steps: int) -> Iterator[OnStep]:
     """Show the loss and time of each step: a bar on a terminal, else a line each."""
     out = console()
     if not out.is_terminal:
-        yield lambda step, loss, seconds: print(step_line(step, loss, seconds), flush=True)
+        yield print_step
         return
     with _bar(out) as bar:
         task = bar.add_task("training", total=steps, at="starting")
         yield lambda step, loss, seconds: bar.update(
             task, completed=step, at=step_line(step, loss, seconds)
         )
+
+
+def print_step(step: int, loss: float, seconds: float) -> None:
+    """Print a step; a full disk that the output goes to does not end the run."""
+    try:
+        print(step_line(step, loss, seconds), flush=True)
+    except BrokenPipeError:  # nobody reads it any more
+        raise
+    except OSError as error:
+        _warn_of_output(reason_of(error))
+
+
+@functools.cache
+def _warn_of_output(reason: str) -> None:
+    text = (
+        f"steps are missing in the output, which cannot be written now ({reason}); training goes on"
+    )
+    print(text, file=sys.stderr, flush=True)
 
 
 def step_line(step: int, loss: float, seconds: float) -> str:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from hap.capture.model_file import model_file_of
-from hap.cli.terminal import OnStep, step_line
+from hap.cli.terminal import OnStep, print_step
 from hap.errors import PlanError
 from hap.ir.plan import Plan
 from hap.runtime.checkpoints.checkpoint_resume import Checkpoints
 from hap.runtime.elastic.notice import SavedAndEnded
 from hap.runtime.launch import init_from_env, report
 from hap.runtime.launch_lines import batch_script, elastic_lines, launch_lines
+from hap.runtime.peer_errors import losses_told
 from hap.training import train
 
 
@@ -57,13 +58,15 @@ def run_as_rank(job: RunJob) -> None:
     Raises:
         InputError: The environment is incomplete.
         PlanError: The plan is for another number of ranks.
+        PeerLostError: Another rank is lost.
         SavedAndEnded: There was a SIGTERM.
     """
     plan = Plan.load(job.path)
     world = init_from_env(devices=plan.device_names)
     try:
         check_world_size(plan, world.size)
-        train_and_print(plan, job)
+        with losses_told(f"rank {world.rank}"):
+            train_and_print(plan, job)
     except SavedAndEnded:  # all ranks raise it
         dist.destroy_process_group()
         raise
@@ -74,7 +77,7 @@ def run_as_rank(job: RunJob) -> None:
 def train_and_print(plan: Plan, job: RunJob) -> None:
     """Train on this rank of a process group; rank 0 prints the steps."""
     try:
-        _train(plan, job, _print_step)
+        _train(plan, job, print_step)
     except SavedAndEnded as ending:
         if dist.get_rank() == 0:
             print(ending, file=sys.stderr, flush=True)
@@ -128,15 +131,13 @@ def _command(job: RunJob) -> list[str]:
 def _train(plan: Plan, job: RunJob, on_step: OnStep) -> None:
     sys.argv = job.argv(plan)
     first = dist.get_rank() == 0
+    if first and not job.again:
+        print("comparing the model with the plan", file=sys.stderr, flush=True)
     train(
         plan, model_file_of(plan), steps=job.steps, on_step=on_step if first else _ignore,
         backend=job.backend, checkpoints=job.checkpoints, log=job.log,
         adapt=job.adapt, check=not job.again,
     )  # fmt: skip
-
-
-def _print_step(step: int, loss: float, seconds: float) -> None:
-    print(step_line(step, loss, seconds), flush=True)
 
 
 def _ignore(step: int, loss: float, seconds: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from hap.cluster.topology import Cluster
 from hap.errors import InputError
 from hap.runtime.launch import World, env_int, join_group
+from hap.runtime.peer_errors import meeting_told
 
 NODE = "HAP_NODE"
 """Environment variable: the machine's name in the cluster file, if it is not its host name."""
@@ -26,6 +28,9 @@ _GOODBYE = timedelta(minutes=1)
 
 _WAIT = timedelta(hours=1)
 """The longest time that one process plans while the others wait for it."""
+
+_LOOK_S = 1.0
+"""Seconds between two looks for what may be told in days."""
 
 
 def own_device(cluster: Cluster) -> str:
@@ -83,6 +88,12 @@ class Meeting:
         self.store.wait([key], _WAIT)
         return str(self.store.get(key).decode())
 
+    def hear_at_last(self, key: str) -> str:
+        """Wait for what another process tells, however long it takes; heartbeats notice its loss."""
+        while not self.store.check([key]):
+            time.sleep(_LOOK_S)
+        return self.hear(key)
+
     def leave(self) -> None:
         """Wait until all have come to their end: one of them serves the store."""
         self.store.set(f"left/{self.own}", "")
@@ -121,8 +132,9 @@ def meet(cluster: Cluster) -> Meeting:
 def connect(serves: bool = False) -> Store:
     """Connect to the launcher's store, or to one that the first process serves."""
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    made = TCPStore(
-        os.environ["MASTER_ADDR"], env_int("MASTER_PORT"),
-        is_master=serves and not agents, wait_for_workers=False, multi_tenant=True,
-    )  # fmt: skip
+    with meeting_told():
+        made = TCPStore(
+            os.environ["MASTER_ADDR"], env_int("MASTER_PORT"),
+            is_master=serves and not agents, wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
     return PrefixStore("hap", made)
