@@ -24,8 +24,9 @@ from hap.ir.plan import Plan
 from hap.runtime.agreement import check_batch
 from hap.runtime.checkpoints.checkpoint import Saved, load, save, wait_for_saves
 from hap.runtime.checkpoints.checkpoint_resume import Checkpoints
+from hap.runtime.checkpoints.periodic_saves import PeriodicSaves
 from hap.runtime.elastic.emergency import EmergencySave
-from hap.runtime.elastic.notice import Notice, SavedAndEnded
+from hap.runtime.elastic.notice import Notice, SavedAndEnded, forks_without_notice
 from hap.runtime.hap_module import GradScaler
 from hap.runtime.launch import init_from_env
 from hap.runtime.replicas import EVERY, equalize, on_unlike_gpus
@@ -192,8 +193,16 @@ def train(
         raise InputError(
             "adapt without checkpoints", hint="give checkpoints: the new plan resumes from them"
         )
-    begun = time.perf_counter()
-    run = _Run(plan, file, backend, check)
+    with forks_without_notice() if checkpoints else nullcontext():
+        return _trained(
+            _Run(plan, file, backend, check), steps, on_step, checkpoints, log, adapt=adapt
+        )
+
+
+def _trained(
+    run: _Run, steps: int, on_step: Callable[[int, float, float], None],
+    checkpoints: Checkpoints | None, log: str, *, adapt: bool,
+) -> list[float]:  # fmt: skip
     last = EmergencySave(checkpoints.folder, checkpoints.keep) if checkpoints else None
     if last:
         last.forget(run.trainer.module)
@@ -201,7 +210,8 @@ def train(
     if done >= steps and run.trainer.rank == 0:
         print(f"{steps} steps are done already: ask for more to go on", file=sys.stderr, flush=True)
     run.measure(log, done, adapt)
-    run.switch_s = 2 * (time.perf_counter() - begun)
+    run.switch_s = 2 * (time.perf_counter() - run.begun)
+    saves = PeriodicSaves(run.save, run.trainer.rank == 0, checkpoints) if checkpoints else None
     losses: list[float] = []
     with last or nullcontext(), Notice() if checkpoints else nullcontext() as notice:
         run.save_losses(last, done)
@@ -213,19 +223,15 @@ def train(
                 last.ended(number, {"loss": losses[-1], "seconds": seconds})
             on_step(number, losses[-1], seconds)
             new = run.stepped(number, losses[-1], seconds, steps - number)
-            if checkpoints is None or notice is None:
+            if saves is None or notice is None:
                 continue
             ending = notice.given()
-            if ending or new or number % checkpoints.every == 0 or number == steps:
-                run.trainer.save(checkpoints.folder, number, checkpoints.keep)
+            saves.ended(number, losses[-1], must=ending or new is not None or number == steps)
             if ending and number < steps:
-                wait_for_saves()
                 raise SavedAndEnded(number)
             if new:
-                run.go_on(new, checkpoints.folder, number)
+                run.go_on(new, saves.folder, number)
                 run.save_losses(last, number)
-        if checkpoints:
-            wait_for_saves()
     return losses
 
 
@@ -233,6 +239,7 @@ class _Run:
     """One rank's run: its trainer and log, which a new plan replaces."""
 
     def __init__(self, plan: Plan, file: ModelFile | None, backend: str, check: bool) -> None:
+        self.begun = time.perf_counter()
         self._file, self._backend = file or model_file_of(plan), backend
         self._plan = plan
         self.trainer = Trainer(plan, self._file, backend=backend, check=check)
@@ -251,6 +258,10 @@ class _Run:
             )
         if adapt:
             self._watch = SlowDevices(self._plan)
+
+    def save(self, folder: str, step: int, keep: int | None) -> None:
+        """Begin to save a checkpoint."""
+        self.trainer.save(folder, step, keep)
 
     def save_losses(self, last: EmergencySave | None, done: int) -> None:
         """Let the ranks that a loss leaves save their state, from the step ``done`` on."""

@@ -27,7 +27,7 @@ _SERVER = {"MALLOC_ARENA_MAX": "1"}
 """A fork would go on using the heaps that its server has beside the main heap; see
 :func:`hap.runtime.launch.keep_memory`."""
 
-_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 class RankProcess(NamedTuple):
@@ -50,11 +50,26 @@ def start(main: Main, backend: str, method: str) -> RankProcess:
     ours, theirs = context.Pipe()
     # The server has the variables of the moment at which it was started.
     process = context.Process(target=main, args=(theirs, backend, dict(os.environ)))  # type: ignore[attr-defined]
-    with environment(_SERVER if method == "forkserver" else {}):
+    if method == "forkserver":
+        # The server starts with the first rank. It goes on at a SIGTERM to this process's group, so
+        # that the ranks may end as they do by themselves; each of them unblocks the signal.
+        with environment(_SERVER), _blocked(signal.SIGTERM):
+            process.start()
+    else:
         process.start()
     theirs.close()  # so that the rank's death closes the pipe
     assert process.pid is not None
     return RankProcess(process, process.pid, ours)
+
+
+@contextlib.contextmanager
+def _blocked(number: signal.Signals) -> Iterator[None]:
+    """Hold a signal back; processes that start inside of the context inherit this."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _imported() -> list[str]:
@@ -81,7 +96,8 @@ def end_with_parent() -> None:
     only after its forks.
     """
     os.setsid()  # also: no Ctrl-C of the terminal
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # see :func:`start`
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_wait_for_parent, name="parent", daemon=True).start()
 
 

@@ -9,10 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner
 from torch.distributed import HashStore
@@ -25,7 +28,9 @@ from hap.errors import InputError
 from hap.part_plans import PartPlans
 from hap.runtime import heartbeats
 from hap.runtime.checkpoints.checkpoint_folder import CheckpointFolder
+from hap.runtime.elastic import meeting
 from hap.runtime.elastic.meeting import NODE, own_device
+from hap.runtime.elastic.notice import Notice, forks_without_notice
 from hap.runtime.heartbeats import Heartbeats
 from hap.runtime.launch_lines import elastic_lines
 from hap.synthesizer.plan_options import PlanOptions
@@ -122,7 +127,8 @@ def test_sigterm_saves_and_ends(
     run.send_signal(signal.SIGTERM)
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGTERM
-    begun, saved = errors.splitlines()
+    begun, compared, saved = errors.splitlines()
+    assert compared == "comparing the model with the plan"
     assert begun.startswith("3 ranks under gloo on the CPU")
     found = re.fullmatch(r"SIGTERM: step (\d+) is saved; --resume auto continues from it", saved)
     assert found
@@ -281,6 +287,78 @@ def test_a_process_at_its_end_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> No
             time.sleep(0.2)
         time.sleep(1)
     assert not lost
+
+
+def test_a_device_without_a_part_waits_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_WAIT", timedelta(seconds=0.01))
+    monkeypatch.setattr(meeting, "_LOOK_S", 0.02)
+    met = meeting.Meeting(store=HashStore(), names=("a:0", "b:0"), own="b:0")
+    later = threading.Timer(0.2, met.tell, ("ended", ""))
+    later.start()
+    assert met.hear_at_last("ended") == ""
+    later.join()
+
+
+def test_forks_have_no_notice_and_end_with_their_parent() -> None:
+    """As the workers of a DataLoader: launchers signal the process group of a rank."""
+    group = os.getpgid(0)
+
+    def forked() -> tuple[bool, bool]:
+        ours, theirs = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(theirs, f"{os.getpgid(0)} {signal.getsignal(signal.SIGTERM)!r}".encode())
+            signal.pause()
+        pgid, _, handler = os.read(ours, 1000).decode().partition(" ")
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0), os.close(ours), os.close(theirs)
+        return int(pgid) == group, "SIG_DFL" in handler
+
+    with forks_without_notice(), Notice():
+        assert forked() == (False, True)
+    assert forked()[0]
+
+
+LOADER = """
+from torch.utils.data import DataLoader
+
+def batches():
+    return DataLoader(range(1 << 20), batch_size=24, num_workers=1, collate_fn=rows)
+
+def rows(numbers):
+    time.sleep(0.05)
+    return {"x": torch.full((24, 8), 1.0 / numbers[-1], dtype=torch.float64)}
+"""
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
+def test_the_workers_of_a_loader_outlive_a_notice_and_not_their_rank(
+    ending: signal.Signals, tmp_path: Path
+) -> None:
+    """torchrun signals the process group of each rank."""
+    (tmp_path / "model.py").write_text(MODEL + LOADER)
+    hap.api.plan_file(f"{tmp_path / 'model.py'}", "local:1").save(tmp_path / "plan.json")
+    log = tmp_path / "log.jsonl"
+    words = [sys.executable, "-m", "hap.cli", "run", str(tmp_path / "plan.json"), "--log", str(log)]
+    words += ["--steps", "100000", "--checkpoint", str(tmp_path / "c"), "--every", "100000"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    run = subprocess.Popen(
+        words, env={**os.environ, **place, "MASTER_PORT": str(port)}, start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    _until(lambda: _steps(log) > 2)
+    (worker,) = psutil.Process(run.pid).children()
+    os.killpg(run.pid, ending)
+    _, errors = run.communicate(timeout=60)
+    _until(lambda: not psutil.pid_exists(worker.pid) or worker.status() == "zombie", 30)
+    if ending == signal.SIGTERM:
+        assert run.returncode == 128 + signal.SIGTERM, errors
+        assert re.search(r"SIGTERM: step \d+ is saved", errors), errors
 
 
 def test_a_process_finds_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

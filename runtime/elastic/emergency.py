@@ -6,6 +6,7 @@ end, they write the state after the last step that all of them have finished.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -103,7 +104,8 @@ class EmergencySave:
 
         Args:
             step: the number of steps that are done.
-            extra: as in :func:`hap.save`; it must not be changed afterwards.
+            extra: as in :func:`hap.save`; it must not be changed afterwards. No older checkpoint
+                is removed if it has a number that is not finite, such as a loss.
         """
         if self._watch is not None:
             self._watch.ended(step, extra or {})
@@ -158,6 +160,10 @@ class _Steady:
     buffers: dict[str, Tensor]
     beside: dict[str, Any]
     extra: Mapping[str, Any]
+
+
+def _finite(extra: Mapping[str, Any]) -> bool:
+    return all(math.isfinite(value) for value in extra.values() if isinstance(value, float))
 
 
 class _Watch:
@@ -272,7 +278,8 @@ class _Watch:
         if absent:
             raise CheckpointError(f"no rank wrote {min(absent)}", where=str(self._place.path))
         self._place.check_newest(steady.step)
-        self._place.publish(self._part, steady.step, whole, self._keep)
+        keep = self._keep if _finite(steady.extra) else None
+        self._place.publish(self._part, steady.step, whole, keep)
         print(
             f"a rank is lost; step {steady.step} is saved by {len(decision.ranks)} of "
             f"{self._model._comm.world_size} ranks, which hold all of it",

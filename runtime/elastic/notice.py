@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -11,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hap.errors import Terminated
+from hap.runtime.rank_process import PR_SET_PDEATHSIG
 
 
 class SavedAndEnded(Terminated):
@@ -26,6 +32,48 @@ class SavedAndEnded(Terminated):
 
     def __str__(self) -> str:
         return f"SIGTERM: step {self.step} is saved; --resume auto continues from it"
+
+
+@contextlib.contextmanager
+def forks_without_notice() -> Iterator[None]:
+    """Keep a notice to this process from its forks, such as the workers of a DataLoader.
+
+    Launchers signal a rank's process group, and a worker that ends fails the rank. Each fork inside of
+    the context leads a group of its own. One of the main thread ends with this process, also if this
+    process is killed; a DataLoader's workers do so in any case.
+    """
+    global _parent
+    _at_forks()
+    before, _parent = _parent, os.getpid()
+    try:
+        yield
+    finally:
+        _parent = before
+
+
+_parent = 0  # the process whose forks lead groups of their own
+_in_main = False  # is the fork that begins one of the main thread?
+
+
+@functools.cache
+def _at_forks() -> None:
+    libc = ctypes.CDLL(None)
+
+    def before() -> None:
+        global _in_main
+        _in_main = threading.current_thread() is threading.main_thread()
+
+    def in_child() -> None:
+        if not _parent or os.getppid() != _parent:
+            return
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the notice is the parent's
+        if _in_main:  # the kernel looks at the thread that forked
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != _parent:
+                os._exit(1)
+
+    os.register_at_fork(before=before, after_in_child=in_child)
 
 
 class Notice:
