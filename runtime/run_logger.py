@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +41,7 @@ class RunLogger:
         self, path: str, module: HapModule, done: int = 0, last: Mapping[str, float] | None = None
     ) -> None:
         self._path, self._world_size = path, module._comm.world_size
-        self._plan = short_digest(module._digest)
+        self._plan, self._warned = short_digest(module._digest), False
         self._device = module._device
         context: Any = module._ctx
         self._lane: TimedLane | TimedStreamLane
@@ -50,7 +52,7 @@ class RunLogger:
             self._lane = TimedLane(context._lane)
         context._lane = self._lane
         if path and _rank() == 0:
-            self._write("".join(self._kept(done, last)), "w")
+            self._begin("".join(self._kept(done, last)))
 
     def _kept(self, done: int, last: Mapping[str, float] | None) -> list[str]:
         """Return the lines of earlier steps, without those that will be trained again."""
@@ -95,7 +97,7 @@ class RunLogger:
             step = LoggedStep(
                 step=number, loss=loss, seconds=seconds, ranks=tuple(ranks), plan=self._plan
             )
-            self._write(step.line(), "a")
+            self._append(step.line())
         return ranks
 
     def _figures(self, seconds: float) -> RankFigures:
@@ -111,12 +113,31 @@ class RunLogger:
         self._lane.clear()
         return figures
 
-    def _write(self, text: str, mode: str) -> None:
+    def _append(self, line: str) -> None:
+        """Add a line; on a full disk warn, once, and leave the line out."""
+        size = None
         try:
-            if mode == "w" and (os.path.isfile(self._path) or not os.path.exists(self._path)):
+            with open(self._path, "a", encoding="utf-8") as file:
+                size = file.tell() if file.seekable() else None
+                file.write(line)
+        except OSError as error:
+            if size is not None:
+                with contextlib.suppress(OSError):
+                    os.truncate(self._path, size)  # no half of a line before the next one
+            if not self._warned:
+                warnings.warn(
+                    f"{self._path}: steps are missing in the log, which cannot be written now "
+                    f"({reason_of(error)}); training goes on",
+                    stacklevel=2,
+                )
+            self._warned = True
+
+    def _begin(self, text: str) -> None:
+        try:
+            if os.path.isfile(self._path) or not os.path.exists(self._path):
                 write_whole(self._path, [text])
                 return
-            with open(self._path, mode, encoding="utf-8") as file:
+            with open(self._path, "w", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
             raise InputError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import pickle
@@ -18,12 +19,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.planner import SavePlan
 
 import hap
 from hap.errors import CheckpointError, HapError, InputError
 from hap.runtime.batch_sampler import RankBatchSampler
+from hap.runtime.checkpoints import checkpoint_resume
 from hap.runtime.checkpoints.checkpoint_folder import INDEX, CheckpointFolder
 from hap.runtime.checkpoints.checkpoint_resume import Checkpoints
+from hap.runtime.checkpoints.checkpoint_shard import ShardSavePlanner
+from hap.runtime.checkpoints.checkpoint_storage import SafetensorsWriter
 from hap.runtime.checkpoints.checkpoint_values import (
     decode,
     encode,
@@ -195,25 +200,45 @@ def test_a_run_that_is_started_again_begins_where_it_began(tmp_path: Path) -> No
     assert Checkpoints(folder=str(new)).again().resume == "auto"
 
 
+class Trained:
+    """A rank of a run that resumes."""
+
+    batch_size, seeks = 0, True
+
+    def __init__(self, rank: int, says: str) -> None:
+        self.rank, self.says, self.loaded = rank, says, ""
+
+    def first_says(self, text: str) -> str:
+        self.says = text if self.rank == 0 else self.says
+        return self.says
+
+    def batches(self, start: int = 0) -> Iterator[Any]:
+        return itertools.count(start)
+
+    def load(self, folder: str) -> Any:
+        self.loaded = folder
+
+
+def test_batches_that_are_drawn_again_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_resume, "_TELL_S", -1.0)
+    saved(tmp_path, 3)
+    rows = json.loads((tmp_path / "step-3" / INDEX).read_text())["batch_size"]
+    for rank in (0, 1):
+        run = Trained(rank, "")
+        run.batch_size, run.seeks = rows, False
+        run.says = json.dumps({"path": "c", "step": 3, "rows": 0, "skipped": []})
+        _, batches = Checkpoints(folder=str(tmp_path), resume="auto").resumed(run)
+        assert next(batches) == 3
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("reading 3 earlier batches again; ")
+    assert told[1:4] == ["read 1 of 3", "read 2 of 3", "read 3 of 3"]
+    assert len(told) == 5, "rank 0 tells"
+
+
 def test_the_first_rank_chooses_the_checkpoint(tmp_path: Path) -> None:
     """Another rank may not see the newest folder yet, or may see none."""
-
-    class Trained:
-        batch_size, seeks = 0, True
-
-        def __init__(self, rank: int, says: str) -> None:
-            self.rank, self.says, self.loaded = rank, says, ""
-
-        def first_says(self, text: str) -> str:
-            self.says = text if self.rank == 0 else self.says
-            return self.says
-
-        def batches(self, start: int = 0) -> Iterator[Any]:
-            return iter([start])
-
-        def load(self, folder: str) -> Any:
-            self.loaded = folder
-
     saved(tmp_path / "seen", 2, 5)
     rows = json.loads((tmp_path / "seen" / "step-5" / INDEX).read_text())["batch_size"]
     first = Trained(0, "")
@@ -251,6 +276,15 @@ def test_what_killed_saves_left_is_never_loaded_and_is_removed(tmp_path: Path) -
     run.save(tmp_path, 3, block=True)
     assert CheckpointFolder(tmp_path).steps() == [2, 3]
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_two_runs_in_a_folder_do_not_mix_their_shards(tmp_path: Path) -> None:
+    place = CheckpointFolder(tmp_path)
+    first, second = place.begin(3), place.begin(3)
+    assert second.is_dir() and not first.exists()
+    of_first = SavePlan([], storage_data=first.name)
+    with pytest.raises(CheckpointError, match="rank 1 does not see the folder that rank 0 made"):
+        SafetensorsWriter(place, 3, 1, {}, {}, None).write_data(of_first, ShardSavePlanner())
 
 
 def test_an_interrupted_replacement_is_put_back(tmp_path: Path) -> None:

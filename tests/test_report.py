@@ -32,6 +32,7 @@ from hap.runtime.hap_module import HapModule
 from hap.runtime.run_logger import RunLogger
 from tests.random_plans import benchmark_case
 from tests.small_plan import small_cluster, small_plan
+from tests.test_checkpoint import small_files
 from tests.test_cli import CLUSTER, MODEL
 from tests.test_compiled import one_rank
 
@@ -342,6 +343,20 @@ def test_a_log_goes_on_after_a_line_that_is_cut_off() -> None:
     path.write_text(lines[0][:20] + "\n" + lines[1])
     with pytest.raises(InputError, match="damaged"):
         RunLogger(str(path), module, done=2)
+
+
+def test_a_full_disk_costs_lines_of_the_log_and_not_the_run() -> None:
+    case = benchmark_case("mlp", "tiny")
+    module = HapModule(one_rank(case), case.model, LocalComm(), torch.device("cpu"))
+    path = Path(write_log())
+    log = RunLogger(str(path), module)
+    log.step(1, 0.5, 0.1)
+    with small_files(path.stat().st_size + 20):
+        with pytest.warns(UserWarning, match="steps are missing in the log"):
+            log.step(2, 0.5, 0.1)
+        log.step(3, 0.5, 0.1)
+    log.step(4, 0.5, 0.1)
+    assert [step.step for step in read_log(str(path))] == [1, 4]
 
 
 def test_a_run_is_laid_over_the_prediction() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import uuid
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 class CheckpointFolder:
-    """``step-N`` for each complete checkpoint, ``step-N.tmp`` for one that is being written.
+    """``step-N`` for each complete checkpoint, ``step-N.TOKEN.tmp`` for one that is being written.
 
     A checkpoint is published by a rename, after all of its files are on the disk. The file
     ``latest`` names the last one that was published.
@@ -36,16 +37,17 @@ class CheckpointFolder:
     def at(self, step: int) -> Path:
         return self.path / f"step-{step}"
 
-    def part(self, step: int) -> Path:
-        """Return the folder in which a checkpoint is written before it is published."""
-        return self.path / f"step-{step}.tmp"
+    def begin(self, step: int) -> Path:
+        """Make the empty folder of an unpublished checkpoint; remove what killed runs left.
 
-    def begin(self, step: int) -> None:
-        """Make the empty folder of an unpublished checkpoint; remove what killed runs left."""
+        Its name is new each time, so that another run in the same folder has no part in it.
+        """
         self.recover()
         for left in self.path.glob("step-*.tmp"):
-            shutil.rmtree(left, ignore_errors=left != self.part(step))
-        self.part(step).mkdir()
+            shutil.rmtree(left, ignore_errors=True)
+        part = self.path / f"step-{step}.{uuid.uuid4().hex[:12]}.tmp"
+        part.mkdir()
+        return part
 
     def publish(self, part: Path, step: int, index: dict[str, Any], keep: int | None) -> None:
         """Write the index, publish the checkpoint in ``part``, and remove all but the last ``keep``."""

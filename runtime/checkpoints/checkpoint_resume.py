@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from hap.runtime.checkpoints.checkpoint import Saved
 from hap.runtime.checkpoints.checkpoint_folder import CheckpointFolder, newest, read_index
 
 AUTO = "auto"
+
+_TELL_S = 30.0  # between two messages while batches are drawn again
 
 
 class Resumable(Protocol):
@@ -155,10 +158,25 @@ class Checkpoints:
                 "with hap export and hap import",
             )
         batches = run.batches(step if run.seeks else 0)
-        for _ in range(0 if run.seeks else step):
-            next(batches)
+        if not run.seeks:
+            _draw_again(batches, step, run.rank == 0)
         run.load(path)
         if run.rank == 0:
             lines = [f"incomplete, skipped: {reason}" for reason in found["skipped"]]
             print(*lines, f"resumed from {path}", sep="\n", file=sys.stderr, flush=True)
         return step, batches
+
+
+def _draw_again(batches: Iterator[Any], count: int, tells: bool) -> None:
+    """Draw the batches of the steps that are done, and tell how far it is now and then."""
+    told = time.monotonic()
+    if tells and count:
+        text = (
+            f"reading {count} earlier batches again; batches(start) in the model file can skip them"
+        )
+        print(text, file=sys.stderr, flush=True)
+    for number in range(count):
+        next(batches)
+        if tells and time.monotonic() - told > _TELL_S:
+            told = time.monotonic()
+            print(f"read {number + 1} of {count}", file=sys.stderr, flush=True)

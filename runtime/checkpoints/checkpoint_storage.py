@@ -9,6 +9,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class SafetensorsWriter(StorageWriter):
         state: everything but tensors, as JSON; that of rank 0 is written.
         own: what differs between ranks, as JSON; it goes into the header of the rank's file.
         keep: the number of checkpoints that stay; ``None``: all.
-        part: the folder of the unpublished checkpoint, if not the usual one.
+        part: the folder of the unpublished checkpoint, if rank 0 is not to make one.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class SafetensorsWriter(StorageWriter):
         own: Mapping[str, Any], keep: int | None, part: Path | None = None,
     ) -> None:  # fmt: skip
         self._folder, self._step, self._rank = folder, step, rank
-        self._part = part or folder.part(step)
+        self._part = part
         self._state, self._own, self._keep = state, own, keep
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -61,20 +62,23 @@ class SafetensorsWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
-            self._folder.begin(self._step)
+            self._part = self._folder.begin(self._step)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
+        """Return the plans with the name of the folder that rank 0 made."""
+        assert self._part is not None
+        return [replace(plan, storage_data=self._part.name) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        folder = self._part
+        folder = self._part or self._folder.path / str(plan.storage_data)
         if not folder.is_dir():
             raise CheckpointError(
                 f"rank {self._rank} does not see the folder that rank 0 made", where=str(folder),
-                hint="all machines must see the folder: put it on a shared file system",
+                hint="all machines must see the folder, so put it on a shared file system; no other run may "
+                "save into it",
             )  # fmt: skip
         tensors = {item.index.fqn: _resolved(planner, item) for item in plan.items}
         path = folder / file_of(self._rank)
@@ -114,6 +118,7 @@ class SafetensorsWriter(StorageWriter):
             "files": {r.storage_data: r.size_in_bytes for r in every if r.index == _FILE},
             "tensors": tensors,
         }
+        assert self._part is not None
         self._folder.publish(self._part, self._step, index, self._keep)
 
     @classmethod

@@ -90,10 +90,10 @@ def import_(weights: str, to: str) -> int:
     pairs: list[str] = []
     with _disk(to):
         folder.path.mkdir(parents=True, exist_ok=True)
-        folder.begin(0)
+        begun = folder.begin(0)
         try:
             for number, tensors in enumerate(_sources(Path(weights))):
-                part = folder.part(0) / file_of(number)
+                part = begun / file_of(number)
                 for name, tensor in tensors.items():
                     _check_stored(name, tensor, weights)
                 pairs += [name for name, t in tensors.items() if t.is_complex()]
@@ -115,9 +115,9 @@ def import_(weights: str, to: str) -> int:
                 "version": VERSION, "step": 0, "plan": "", "batch_size": 0, "world_size": 1,
                 "same": {}, "complex": pairs, "extra": {}, **state, "files": files, "tensors": entries,
             }  # fmt: skip
-            folder.publish(folder.part(0), 0, index, None)
+            folder.publish(begun, 0, index, None)
         except BaseException:
-            shutil.rmtree(folder.part(0), ignore_errors=True)
+            shutil.rmtree(begun, ignore_errors=True)
             raise
     return len(entries)
 
