@@ -18,20 +18,19 @@ from torch import nn
 from hap.capture import tracing
 from hap.capture.building import build_without_data
 from hap.capture.checks import check_module, check_parameters
-from hap.capture.fake_batch import fake_batch
 from hap.capture.fixed_entries import fix_entries
 from hap.capture.hidden_tensors import real_if_needed
 from hap.capture.model_file import ModelFile, load_model_file, model_file_of, with_weights
 from hap.capture.recompute import WAYS
-from hap.capture.tracing import Loss, capture, check_recipe
+from hap.capture.tracing import Loss, check_recipe
 from hap.capture.user_optimizer import MakeOptimizer, default_optimizer, examine
 from hap.cluster.cluster_file import load_cluster
 from hap.cluster.topology import Cluster
-from hap.errors import InfeasibleError, InputError, ModelError, PlanError
+from hap.errors import InfeasibleError, InputError, ModelError
 from hap.gc_pause import gc_paused
 from hap.gradient_roundings import choose_with_roundings
 from hap.ir.axes import Shares
-from hap.ir.batch import Batch, fixed_entries, flatten, form_of
+from hap.ir.batch import Batch, flatten, form_of
 from hap.ir.graph import Graph
 from hap.ir.half_gradients import with_half_gradients
 from hap.ir.mesh import Inside
@@ -40,12 +39,14 @@ from hap.ir.plan import Plan, Recipe, Source
 from hap.ir.program import Program
 from hap.plan_cache import PlanCache
 from hap.plan_rows import check_rows
+from hap.planned_model import captured_again, check_model
 from hap.rule_sources import with_rules
 from hap.runtime.agreement import check_weights, warn_of_other_gpu
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.hap_module import GradScaler, HapModule, clip_grad_norm_, emit
-from hap.runtime.launch import is_first_of_machine, rank_device, spawn
+from hap.runtime.launch import rank_device, spawn
 from hap.runtime.one_device import Observed
+from hap.runtime.optimizer_checks import watch
 from hap.runtime.shared_gpu import SharedGpus
 from hap.runtime.verify import Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
@@ -307,44 +308,13 @@ def compile(
     device = device or rank_device()
     if check:
         check_rows(plan)
-        _check_model(plan, model, loss, comm)
+        check_model(plan, model, loss, comm)
         check_weights(model, comm)
         if device.type == "cuda" and comm.world_size == plan.world_size:
             warn_of_other_gpu(plan.cluster.devices[comm.rank], device)
-    return HapModule(plan, model, comm, device, seed=seed, backend=backend)
-
-
-def _check_model(plan: Plan, model: nn.Module, loss: Loss | None, comm: Comm) -> None:
-    """Raise on all ranks if the first rank of a machine has another model than the planned one."""
-    error: Exception | None = None
-    if is_first_of_machine():  # captures of several ranks would share its processors
-        try:
-            plan.check_model(_captured_again(plan, model, fake_batch(plan), loss))
-        except Exception as found:  # is raised below; no rank may wait for one that has ended
-            error = found
-    texts = comm.texts("" if error is None else str(error) or repr(error))
-    if error:
-        raise error
-    if any(texts):
-        raise PlanError(next(filter(None, texts)))
-
-
-def _captured_again(plan: Plan, model: nn.Module, batch: Batch, loss: Loss | None) -> Graph:
-    """Return the graph of a model, captured by the plan's recipe.
-
-    Raises:
-        PlanError: the batch has other numbers in an entry that is the same in every batch.
-    """
-    recipe, planned = plan.recipe, fixed_entries(plan.recipe.batch)
-    batch = fix_entries(batch, planned)
-    for name, entry in fixed_entries(form_of(batch)).items():
-        if entry != planned[name]:
-            raise PlanError(
-                f"the batch has {name} = {entry}, and the plan is for {planned[name]}",
-                hint="`fixed` names entries that are the same in every batch: plan anew",
-            )
-    graph = capture(model, batch, loss, autocast=recipe.autocast, recompute=recipe.recompute)
-    return with_half_gradients(graph, recipe.gradients)
+    module = HapModule(plan, model, comm, device, seed=seed, backend=backend)
+    watch(model, module)
+    return module
 
 
 def verify(
@@ -396,7 +366,7 @@ def verify(
     check_rows(plan)
     file = file or model_file_of(plan)
     model, batch = _real_build(file, seed)
-    plan.check_model(_captured_again(plan, model, batch, file.loss))
+    plan.check_model(captured_again(plan, model, batch, file.loss))
     optimizer = file.optimizer or default_optimizer
     if not processes:
         return verify_plan(

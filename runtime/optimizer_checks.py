@@ -1,0 +1,151 @@
+"""Refuse an optimizer that doesn't train a planned module as one device would: before its first step."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hap.capture.user_optimizer import examine
+from hap.errors import HapError, PlanError
+from hap.ir.storage_levels import TensorCut
+from hap.runtime.hap_module import HapModule
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
+        "SGD", "SparseAdam",
+    )
+)  # fmt: skip
+"""Optimizers of torch that train each element by itself."""
+
+_shards: Any = WeakIdKeyDictionary()
+"""Parameter of a model that was given to ``hap.compile`` -> a weak reference to its shard."""
+
+_planned: Any = WeakIdKeyDictionary()
+"""Shard, of a parameter that is cut -> the name of the plan's optimizer."""
+
+_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Optimizer -> the number of its groups when it was found to be right."""
+
+_lock, _registered = threading.Lock(), list[object]()
+
+
+def watch(model: nn.Module, module: HapModule) -> None:
+    """Check from now on each optimizer of the whole model, or of the module that has its shards.
+
+    The check is a hook of all optimizers of this process. Later steps of one optimizer look it up in a dict.
+    """
+    plan, rank = module._plan, module._comm.rank
+    inner = slice(
+        1 if plan.stages else 0, None
+    )  # a stage holds whole parameters, or nothing of them
+    shards = dict(module.named_parameters())
+    for name, parameter in model.named_parameters():
+        if (shard := shards.get(name)) is None:  # the forward changes it
+            continue
+        _shards[parameter] = weakref.ref(shard)
+        tensor = module._inputs.get(name)
+        levels = plan.levels(tensor, rank)[inner] if tensor else ()
+        if any(map(_cuts, levels)) and not plan.optimizer.whole_parameters:
+            _planned[shard] = plan.optimizer.name
+    with _lock:
+        _checked.clear()
+        if not _registered:
+            _registered.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _cuts(level: TensorCut | None) -> bool:
+    return level is not None and max(level.sizes) < sum(level.sizes)
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[Any, Any]) -> None:
+    """Raise ``PlanError`` unless an optimizer trains its parameters as on one device."""
+    if torch.compiler.is_compiling() or _checked.get(optimizer) == len(optimizer.param_groups):
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not _has_gradients(optimizer, [p for p in parameters if p in _shards]):
+        return  # the next step has, or shows that there are none
+    names = {_planned[p] for p in parameters if p in _planned}
+    name = type(optimizer).__name__
+    if names - {name} and _needs_whole(optimizer, [p for p in parameters if p in _planned]):
+        planned = " and ".join(sorted(names - {name}))
+        raise PlanError(
+            f"{name} reads whole parameters, and the plan cuts them into shards, for {planned}",
+            hint="give hap.plan the function that makes it: optimizer=lambda params: ...",
+        )
+    _checked[optimizer] = len(optimizer.param_groups)
+
+
+def _has_gradients(optimizer: Optimizer, originals: list[nn.Parameter]) -> bool:
+    """Return whether the parameters of whole models have gradients, if the optimizer has any of them.
+
+    Raises:
+        PlanError: their shards have gradients, and they have none.
+    """
+    if not originals or any(p.grad is not None for p in originals):
+        return True
+    shards = [_shards[p]() for p in originals]
+    if any(shard is not None and shard.grad is not None for shard in shards):
+        raise PlanError(
+            f"{type(optimizer).__name__} has the parameters of the model that was given to hap.compile, "
+            "which get no gradients: they are those of its shards",
+            hint="make the optimizer after hap.compile, from the parameters of the module that it returns",
+        )
+    return False
+
+
+def _needs_whole(optimizer: Optimizer, shards: list[nn.Parameter]) -> bool:
+    """Return whether parts of parameters would train in another way than whole ones, as far as is known.
+
+    It examines a new optimizer of the same class and settings, with a small parameter for each number of
+    dims of each group. Where none can be made, nothing is known.
+    """
+    if type(optimizer) in ELEMENTWISE or getattr(optimizer, "whole_norms", False):
+        return False
+    if type(optimizer) is torch.optim.LBFGS:
+        return True
+    cut, found = set(map(id, shards)), dict[tuple[int, int], nn.Parameter]()
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if id(p) in cut and p.requires_grad:
+                found.setdefault((number, p.dim()), p)
+    accepted = inspect.signature(type(optimizer)).parameters.values()
+    names = {p.name for p in accepted}
+    every = any(p.kind is p.VAR_KEYWORD for p in accepted)
+
+    def make(params: list[nn.Parameter]) -> Optimizer:
+        groups: dict[int, dict[str, Any]] = {}
+        for (number, _), small in zip(found, params, strict=True):
+            settings = _settings(optimizer.param_groups[number])
+            groups.setdefault(number, {**settings, "params": []})["params"].append(small)
+        defaults = {k: v for k, v in _settings(optimizer.defaults).items() if every or k in names}
+        kind: Any = type(optimizer)
+        return kind([*groups.values()], **defaults)  # type: ignore[no-any-return]
+
+    try:
+        with warnings.catch_warnings(), torch.device("cpu"):
+            warnings.simplefilter("ignore")
+            return examine(make, nn.ParameterList(found.values())).whole_parameters
+    except HapError:
+        return False
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's settings, with a rate that changes parameters: one of a warm-up may begin at 0."""
+    kept = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
+    rate = kept.pop("initial_lr", kept.get("lr"))
+    if "lr" in kept:
+        kept["lr"] = 1e-3 if isinstance(rate, float | int) and rate == 0 else rate
+    return kept
