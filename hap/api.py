@@ -17,7 +17,7 @@ from torch import nn
 
 from hap.capture import tracing
 from hap.capture.building import build_without_data
-from hap.capture.checks import check_module, check_parameters
+from hap.capture.checks import check_module, check_parameters, warn_of_eval
 from hap.capture.fixed_entries import fix_entries
 from hap.capture.hidden_tensors import real_if_needed
 from hap.capture.model_file import ModelFile, load_model_file, model_file_of, with_weights
@@ -39,7 +39,7 @@ from hap.ir.plan import Plan, Recipe, Source
 from hap.ir.program import Program
 from hap.plan_cache import PlanCache
 from hap.plan_rows import check_rows
-from hap.planned_model import captured_again, check_model
+from hap.planned_model import captured_again, check_graph, check_model
 from hap.rule_sources import with_rules
 from hap.runtime.agreement import check_weights, warn_of_other_gpu
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
@@ -89,7 +89,8 @@ def plan(
     """Return the fastest program found for one training step of ``model`` on ``cluster``.
 
     It needs no process group and no GPU, and reads only shapes and dtypes of the weights and of the
-    batch. It traces the model's forward, and runs ``optimizer`` on small parameters. Parts of the
+    batch. It warns of a model in ``eval()`` whose dropout or running statistics the plan would lack. It
+    traces the model's forward, and runs ``optimizer`` on small parameters. Parts of the
     search run in forks of this process. Rows that are discovered for an operator without a rule are
     kept on disk: see :mod:`hap.rule_cache`. Equal inputs give equal plans.
 
@@ -136,6 +137,7 @@ def plan(
     module = model if isinstance(model, nn.Module) else model()
     check_module(module)
     check_parameters(module)
+    warn_of_eval(module)
     kind = examine(optimizer, module)
     check_recipe("", options.recompute or "")
     step = tracing.captured(module, batch, loss, autocast=autocast)
@@ -149,7 +151,7 @@ def plan(
         )  # fmt: skip
         return with_rules(graph, rules or {}, strict=options.strict_rules, progress=progress)
 
-    wanted = replace(wanted, batch=form_of(batch))
+    wanted = replace(wanted, batch=form_of(batch), training=module.training)
     key = ""
     if cache is not None:
         key = cache.key(captured(options.recompute or "", ""), cluster, kind, wanted, options)
@@ -290,7 +292,8 @@ def compile(
         device: of the shards; default: the current CUDA device under NCCL, else the CPU.
         seed: of dropout masks and other random numbers in the step; the same on all ranks.
         check: compare the plan's rows with the rules, and on the first rank of each machine capture
-            the model again and compare it with the plan.
+            the model again and compare it with the plan. In the first call, compare the entries of the
+            batch that are whole on every rank.
         backend: ``eager``; ``inductor`` to compile what runs between collectives, which
             happens in the first step and takes from seconds to minutes; or ``cudagraphs`` to launch the
             kernels of a step as CUDA graphs (:mod:`hap.runtime.cuda_graphs`); or
@@ -313,6 +316,7 @@ def compile(
         if device.type == "cuda" and comm.world_size == plan.world_size:
             warn_of_other_gpu(plan.cluster.devices[comm.rank], device)
     module = HapModule(plan, model, comm, device, seed=seed, backend=backend)
+    module._compares = check
     watch(model, module)
     return module
 
@@ -366,7 +370,7 @@ def verify(
     check_rows(plan)
     file = file or model_file_of(plan)
     model, batch = _real_build(file, seed)
-    plan.check_model(captured_again(plan, model, batch, file.loss))
+    check_graph(plan, model, captured_again(plan, model, batch, file.loss))
     optimizer = file.optimizer or default_optimizer
     if not processes:
         return verify_plan(

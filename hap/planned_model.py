@@ -21,7 +21,7 @@ def check_model(plan: Plan, model: nn.Module, loss: Loss | None, comm: Comm) -> 
     error: Exception | None = None
     if is_first_of_machine():  # captures of several ranks would share its processors
         try:
-            plan.check_model(captured_again(plan, model, fake_batch(plan), loss))
+            check_graph(plan, model, captured_again(plan, model, fake_batch(plan), loss))
         except Exception as found:  # is raised below; no rank may wait for one that has ended
             error = found
     texts = comm.texts("" if error is None else str(error) or repr(error))
@@ -47,3 +47,15 @@ def captured_again(plan: Plan, model: nn.Module, batch: Batch, loss: Loss | None
             )
     graph = capture(model, batch, loss, autocast=recipe.autocast, recompute=recipe.recompute)
     return with_half_gradients(graph, recipe.gradients)
+
+
+def check_graph(plan: Plan, model: nn.Module, graph: Graph) -> None:
+    """Raise ``PlanError`` if the graph of a model is not the graph that was planned."""
+    planned = plan.recipe.training
+    if graph.digest != plan.graph.digest and model.training is not planned:
+        now, then = ("train()", "eval()") if model.training else ("eval()", "train()")
+        raise PlanError(
+            f"the model is in {now}, and was in {then} when it was planned",
+            hint=f"call model.{then} before hap.compile, or plan anew; models of from_pretrained are in eval()",
+        )
+    plan.check_model(graph)

@@ -15,6 +15,7 @@ from hap.cluster.catalogue import find
 from hap.cluster.device import Device
 from hap.errors import InputError, PlanError
 from hap.ir.batch import Batch, flatten
+from hap.ir.plan import Plan
 from hap.runtime.collectives import Comm
 
 SAMPLE = 16
@@ -44,6 +45,21 @@ def check_batch(batch: Batch, comm: Comm) -> None:
             "the ranks have made different global batches",
             hint="batch() or batches() must give the same batches in every process: seed each random "
             "generator that it uses",
+        )
+
+
+def check_whole_entries(plan: Plan, batch: Mapping[str, Tensor], comm: Comm) -> None:
+    """Raise ``InputError`` on all ranks unless all hold the same entries, of those that no rank has a part of."""
+    inputs = [i for i in plan.graph.role("input") if not any(plan.levels(i.tensor, comm.rank))]
+    if (
+        inputs
+        and comm.world_size > 1
+        and not _agree({i.target: batch[i.target] for i in inputs}, comm)
+    ):
+        raise InputError(
+            "the ranks have made different global batches",
+            hint="every rank must read the same global batch, and cut it by plan.local_batch: seed the sampler "
+            "alike on all ranks. To read a rank's samples alone, use hap.RankBatchSampler",
         )
 
 

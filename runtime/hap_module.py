@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 from hap import optim
 from hap.capture import torch_private
-from hap.capture.checks import check_names
+from hap.capture.checks import BY_MODE, check_names
 from hap.capture.computed_weights import computed_weights
 from hap.complex_tensors import as_real
 from hap.errors import InputError, PlanError
 from hap.ir.batch import given, other_entries
 from hap.ir.plan import Plan
 from hap.ir.plan_digest import program_digest
-from hap.runtime.agreement import elements_at_once
+from hap.runtime.agreement import check_whole_entries, elements_at_once
 from hap.runtime.apart import apart
+from hap.runtime.batch_entries import entry, missing
 from hap.runtime.collectives import Comm
 from hap.runtime.compiled import Runnable, captures, check_backend, runnable
 from hap.runtime.context import Context
@@ -28,12 +29,13 @@ from hap.runtime.cuda_graphs import CudaGraphs, check_graphs
 from hap.runtime.drawn_numbers import draws
 from hap.runtime.emit import Emitted, Emitter
 from hap.runtime.lanes import lane_of
+from hap.runtime.module_parts import ModulePart, numbers_by_module
 from hap.runtime.pipeline.runner import pipeline
 from hap.runtime.shards import cut, gather
 from hap.runtime.two_level_comm import along_axes
 
 
-class HapModule(nn.Module):
+class HapModule(ModulePart):
     """This rank's part of a planned model; ``module(*local_batch)`` returns the global loss.
 
     Parameters keep their names and hold the local shards, so that any elementwise optimizer
@@ -109,10 +111,11 @@ class HapModule(nn.Module):
         self._complex = {n for n, t in state.items() if t.is_complex() and n in roles}
         for name, buffer in _tensors(model).items():
             self._put(name, self._cut(name, buffer))
-        self._planned_in_training = model.training
+        self._planned_in_training = model.training or plan.recipe.training
+        by_mode = plan.recipe.training and any(node.op in BY_MODE for node in plan.graph.nodes)
+        self._eval_keeps_buffers = model.training or by_mode
         self.train(model.training)
         self._parts = [*self.modules()][1:]
-        self._numbers = {key for key, value in vars(model).items() if type(value) in (int, float)}
         frozen = (name for name, p in self.named_parameters() if not p.requires_grad)
         self._frozen = [(name, *self._held[name]) for name in frozen]
         wanted = [i for i in plan.graph.inputs if i.role != "tangent"]
@@ -121,6 +124,10 @@ class HapModule(nn.Module):
         if captures(backend):
             batch = [k for k, (role, *_) in enumerate(self._order) if role == "input"]
             self._graphs = CudaGraphs(self._code, self._ctx, batch)
+        self._compares = False
+        numbers = numbers_by_module(model)
+        for path, part in self.named_modules():
+            vars(part)["_numbers"] = numbers.get(path, frozenset())
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss over the *global* batch, the same on every rank.
@@ -132,16 +139,24 @@ class HapModule(nn.Module):
         state = self._state()
         tensors = []
         for role, target, tensor in self._order:
-            value = self._entry(batch, target, tensor) if role == "input" else state[target]
-            tensors.append(value)
+            if role != "input":
+                tensors.append(state[target])
+                continue
+            if target not in batch:
+                raise missing(self._plan, target, args, kwargs)
+            part = entry(self._plan, self._comm.rank, target, batch[target], tensor)
+            tensors.append(part.to(self._device))
         self._check_call(args, kwargs)
+        if self._compares:
+            check_whole_entries(self._plan, batch, self._comm)
+            self._compares = False
         self._ctx.training, self._ctx.wanted = self.training, torch.is_grad_enabled()
         with self._code.as_planned(self._device):
             if self._graphs and self._graphs.ready():
                 loss, *buffers = self._graphs.step(tensors)
             else:
                 loss, *buffers = _Step.apply(self._code, self._ctx, *tensors)  # type: ignore[no-untyped-call]
-        if self.training or not self._planned_in_training:
+        if self.training or not self._eval_keeps_buffers:
             with torch.no_grad():
                 for target, new in zip(self._code.buffers, buffers, strict=True):
                     state[target].copy_(new)
@@ -192,16 +207,11 @@ class HapModule(nn.Module):
                     hint=f'plan with autocast = "{active}", or leave torch.autocast out',
                 )
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self).get("_numbers", ()):
-            what = f"{name!r} is a number of the planned model, and a constant of the plan"
-            raise PlanError(what, hint="keep what changes in a buffer, or in the batch")
-        super().__setattr__(name, value)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise PlanError(
-            "the module of a plan can't be copied: it holds this rank's communicator",
-            hint="copy its parameters: {n: p.detach().clone() for n, p in module.named_parameters()}",
+            "the module of a plan can't be copied or pickled: it holds this rank's communicator",
+            hint="save it by hap.save, or module.full_state_dict(); copy its parameters: "
+            "{n: p.detach().clone() for n, p in module.named_parameters()}",
         )
 
     def without_dropout(self) -> None:
@@ -222,29 +232,6 @@ class HapModule(nn.Module):
         with self._ctx.in_turn():
             yield
 
-    def _entry(self, batch: Mapping[str, Tensor], target: str, tensor: str) -> Tensor:
-        expected = self._plan.local_shape(tensor, self._comm.rank)
-        name = "the batch" if target == "*" else f"batch entry {target!r}"
-        if target not in batch:
-            lone = "the batch is one tensor x: call model(x), not model(*x)"
-            hint = lone if target == "*" else "pass plan.local_batch(batch, rank)"
-            raise PlanError(f"{name} is missing", hint=hint)
-        if batch[target].requires_grad and torch.is_grad_enabled():
-            raise PlanError(
-                f"{name} requires grad, but the plan computes gradients of parameters only",
-                hint="make what computes it a part of the model, or pass x.detach()",
-            )
-        entry = as_real(batch[target])
-        if expected[:1] == (0,) and entry.shape[1:] == expected[1:]:
-            return entry[:0].to(self._device)  # the row of RankBatchSampler
-        if tuple(entry.shape) != expected:
-            raise PlanError(
-                f"{name} has shape {tuple(entry.shape)}, "
-                f"rank {self._comm.rank}'s part is {expected}",
-                hint="cut the global batch with plan.local_batch(batch, rank)",
-            )
-        return entry.to(self._device)
-
     def _cut(self, name: str, whole: Tensor) -> Tensor:
         tensor = self._inputs.get(name)
         if tensor is None:  # the step does not use it: keep it whole
@@ -257,7 +244,7 @@ class HapModule(nn.Module):
         *path, leaf = name.split(".")
         for step in path:
             if step not in owner._modules:
-                owner.add_module(step, nn.Module())
+                owner.add_module(step, ModulePart())
             owner = owner.get_submodule(step)
         if isinstance(tensor, nn.Parameter):
             owner.register_parameter(leaf, tensor)

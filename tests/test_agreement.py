@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +18,8 @@ from torch import Tensor, nn
 import hap
 from hap.capture.tracing import capture
 from hap.errors import HapError, InputError, ModelError, PlanError
+from hap.ir.batch import form_of
+from hap.ir.plan import Plan, Recipe
 from hap.runtime.agreement import check_batch, check_weights
 from hap.runtime.batch_sampler import RankBatchSampler
 from hap.runtime.collectives import Comm, LocalComm
@@ -44,8 +49,9 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def module_of(model: nn.Module) -> HapModule:
-    case = make_case(model, batch())
-    return HapModule(random_plan(case, 1, 0), model, LocalComm(), CPU)
+    plan = random_plan(make_case(model, batch()), 1, 0)
+    plan = replace(plan, recipe=Recipe(training=model.training))
+    return HapModule(plan, model, LocalComm(), CPU)
 
 
 def raised_on_all(world: int, act: Callable[[Comm], None]) -> list[str]:
@@ -71,6 +77,96 @@ def test_unequal_weights_and_batches_are_found() -> None:
     assert found == ["the ranks hold models with different weights"] * 3
     found = raised_on_all(2, lambda comm: check_batch((same[0] + comm.rank,), comm))
     assert found == ["the ranks have made different global batches"] * 2
+
+
+class Weighted(nn.Module):
+    """A loss of rows, of which a mask chooses some, and of a number of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor, count: Tensor) -> Tensor:
+        return (self.layer(x).square() * mask).sum() / count
+
+
+def weighted() -> dict[str, Tensor]:
+    return {"x": torch.randn(12, 8), "mask": torch.rand(12, 8) > 0.5, "count": torch.tensor(7.0)}
+
+
+def weighted_plan(world: int) -> tuple[nn.Module, Plan, dict[str, Tensor]]:
+    """Return a model, its plan, in which some entries are whole on all ranks, and a batch."""
+    torch.manual_seed(0)
+    model, given = Weighted(), weighted()
+    case = make_case(model, given)
+    for seed in range(100):
+        plan = random_plan(case, world, seed)
+        cut = [i.target for i in plan.graph.role("input") if any(plan.levels(i.tensor, 0))]
+        if "x" in cut or world == 1:
+            return model, replace(plan, recipe=Recipe(batch=form_of(given))), given
+    raise AssertionError("no such plan")
+
+
+def test_the_first_call_compares_what_all_ranks_read_whole() -> None:
+    model, plan, given = weighted_plan(2)
+
+    def run(comm: Comm, checked: bool, counts: tuple[int, ...]) -> str:
+        module = HapModule(plan, model, comm, CPU)
+        module._compares = checked
+        for count in counts:
+            try:
+                mine = {**given, "count": torch.tensor(7.0 + count * comm.rank)}
+                module(**plan.local_batch(mine, comm.rank))
+            except InputError as error:
+                assert "RankBatchSampler" in error.hint
+                return error.what
+        return ""
+
+    wrong = "the ranks have made different global batches"
+    assert run_ranks(2, partial(run, checked=True, counts=(1,))) == [wrong] * 2
+    assert run_ranks(2, partial(run, checked=True, counts=(0, 1))) == [""] * 2
+    assert run_ranks(2, partial(run, checked=False, counts=(1,))) == [""] * 2
+    assert hap.compile(model, weighted_plan(1)[1], check=False)._compares is False
+
+
+@pytest.mark.parametrize(
+    ("call", "what", "hint"),
+    [
+        (lambda m, b: m(b), "is missing", "call model(**batch)"),
+        (lambda m, b: m(*b.values()), "is missing", "call model(**batch)"),
+        (lambda m, b: m(b["x"], mask=b["mask"]), "is missing", "call model(**batch)"),
+        (lambda m, b: m(x=b["x"]), "is missing", "plan.local_batch"),
+        (lambda m, b: m(**{**b, "count": 7}), "batch entry 'count' is 7, the plan has a tensor", "torch.tensor(7)"),
+        (lambda m, b: m(**{**b, "mask": b["mask"].long()}), "batch entry 'mask' is int64, the plan is for bool", "x.bool()"),
+        (lambda m, b: m(**{**b, "x": b["x"][:, :5]}), r"batch entry 'x' has shape \(12, 5\)", 'padding="max_length"'),
+        (lambda m, b: m(**{**b, "x": b["x"][:5]}), r"batch entry 'x' has shape \(5, 8\)", "plan.local_batch"),
+        (lambda m, b: m._plan.local_batch({**b, "x": b["x"][:, :5]}, 0), r"the plan \(12, 8\)", 'padding="max_length"'),
+        (lambda m, b: m._plan.local_batch({**b, "x": b["x"][:5]}, 0), r"the plan \(12, 8\)", "drop_last=True"),
+        (lambda m, b: m._plan.local_batch({**b, "x": b["x"][:5, :5]}, 0), r"the plan \(12, 8\)", "the global batch"),
+    ],
+)  # fmt: skip
+def test_another_batch_than_the_planned_one_is_explained(call: Any, what: str, hint: str) -> None:
+    model, plan, given = weighted_plan(1)
+    module = HapModule(plan, model, LocalComm(), CPU)
+    with pytest.raises(PlanError, match=what) as error:
+        call(module, given)
+    assert hint in error.value.hint
+
+
+def test_a_tuple_that_is_not_starred_is_explained() -> None:
+    model, given = Net(), batch()
+    plan = replace(random_plan(make_case(model, given), 1, 0), recipe=Recipe(batch=form_of(given)))
+    with pytest.raises(PlanError) as error:
+        HapModule(plan, model, LocalComm(), CPU)(given)
+    assert "call model(*batch)" in error.value.hint
+
+
+def test_other_dtypes_of_one_kind_are_taken() -> None:
+    model, plan, given = weighted_plan(1)
+    module = HapModule(plan, model, LocalComm(), CPU)
+    want = module(**given)
+    for other in ({"count": torch.tensor(7)}, {"count": torch.tensor(7.0).double()}):
+        torch.testing.assert_close(module(**{**given, **other}), want, check_dtype=False)
 
 
 def test_tensors_of_every_dtype_are_compared() -> None:
@@ -136,8 +232,14 @@ def test_modes_are_those_of_the_plan() -> None:
 def test_what_torch_allows_of_a_module_is_refused_by_name() -> None:
     module = module_of(Net())
     parameters: Any = module.parameters()
-    with pytest.raises(PlanError, match="can't be copied"):
-        copy.deepcopy(module)
+    for act in (copy.deepcopy, copy.copy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+        with pytest.raises(PlanError, match="can't be copied or pickled") as error:
+            act(module)
+        assert "full_state_dict" in error.value.hint
+    for part in (module, module.body):
+        assert not hasattr(part, "config") and getattr(part, "save_pretrained", None) is None
+        with pytest.raises(AttributeError, match=r"no attribute 'generate'.*given to hap.compile"):
+            _ = part.generate
     with pytest.raises(InputError, match="clip_grad_norm_ of a generator"):
         hap.clip_grad_norm_(parameters, 1.0)
 
@@ -210,6 +312,9 @@ def test_a_number_of_the_model_is_a_constant_of_the_plan() -> None:
     with pytest.raises(PlanError, match="'temperature' is a number of the planned model"):
         module.temperature = 1.0
     module.comment = 1.0  # is no number of the model
+    with pytest.raises(PlanError, match="'in_features' is a number of the planned model"):
+        module.layer.in_features = 3
+    module.layer.comment, module.layer.training = 1.0, True
 
 
 def test_a_refused_capture_leaves_gradients_on() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Container, Mapping
 
 import torch
@@ -14,8 +15,8 @@ from hap.errors import ModelError
 from hap.ir.graph import Graph
 
 RESERVED = frozenset({
-    "__deepcopy__", "_check_call", "_code", "_comm", "_comms", "_complex", "_copies", "_ctx", "_cut", "_device", "_digest",
-    "_entry", "_frozen", "_graphs", "_held", "_inputs", "_numbers", "_order", "_parts", "_persistent", "_plan", "_planned_in_training", "_put", "_same",
+    "_check_call", "_code", "_comm", "_comms", "_compares", "_complex", "_copies", "_ctx", "_cut", "_device", "_digest",
+    "_eval_keeps_buffers", "_frozen", "_graphs", "_held", "_inputs", "_numbers", "_order", "_parts", "_persistent", "_plan", "_planned_in_training", "_put", "_same",
     "_state", "full_state_dict", "grad_norm", "in_turn", "load_full_state_dict", "record_draws",
     "without_dropout",
 })  # fmt: skip
@@ -158,6 +159,30 @@ def check_mode(graph: Graph, training: bool) -> None:
                 where=node.source,
                 hint="call train() on the model, and eval() on the parts that must not train",
             )
+
+
+def warn_of_eval(module: nn.Module) -> None:
+    """Warn of a model in ``eval()`` with a part that would compute something else in ``train()``."""
+    if module.training:
+        return
+    name = next(
+        (p for p, sub in module.named_modules() if not sub.training and _by_mode(sub)), None
+    )
+    if name is not None:
+        warnings.warn(
+            f"the model is in eval(), so that the plan has no dropout and keeps running statistics, as of "
+            f"{name or type(module).__name__!r}. Models of from_pretrained are in eval(): call model.train() "
+            "before planning, to train as usual",
+            stacklevel=4,  # the caller of hap.plan
+        )
+
+
+def _by_mode(sub: nn.Module) -> bool:
+    """Return whether a module drops elements in training, or keeps running statistics."""
+    if getattr(sub, "running_mean", None) is not None:
+        return True
+    rates = {key: value for key, value in vars(sub).items() if isinstance(value, float) and value}
+    return ("Drop" in type(sub).__name__ and "p" in rates) or any("drop" in key for key in rates)
 
 
 def check_hooks(module: nn.Module) -> None:

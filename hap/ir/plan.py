@@ -20,9 +20,10 @@ from hap.errors import ClusterError, PlanError, reason_of
 from hap.files import read_whole, write_whole
 from hap.ir import plan_json
 from hap.ir.axes import Shares
-from hap.ir.batch import Form, each
+from hap.ir.batch import Form
 from hap.ir.entry_types import check_entries
 from hap.ir.graph import Graph
+from hap.ir.local_batch import local_batch
 from hap.ir.mesh import Inside, Mesh, Part, divide, offsets
 from hap.ir.optimizer_kind import OptimizerKind
 from hap.ir.plain_data import read_text
@@ -71,6 +72,7 @@ class Recipe:
         float32_matmul_precision: torch's name of the precision of float32 products; without one,
             a run leaves torch's setting alone.
         gradients: the rounding of gradients, see :mod:`hap.ir.half_gradients`; empty for none.
+        training: the model was in ``train()``; plans of older versions don't say.
     """
 
     batch: Form = None
@@ -78,6 +80,7 @@ class Recipe:
     recompute: str = ""
     float32_matmul_precision: str = ""
     gradients: str = ""
+    training: bool = True
 
     @property
     def products(self) -> str:
@@ -264,28 +267,7 @@ class Plan:
         Tensors that the program does not shard stay whole; see :mod:`hap.ir.batch` for the forms of a
         batch.
         """
-        names = {i.target: i.tensor for i in self.graph.role("input")}
-
-        def cut(name: str, entry: Any) -> Any:
-            if name not in names:
-                return entry
-            pair = -1 if entry.is_complex() else None  # of real ones, in the graph
-            expected = self.graph.tensors[names[name]].shape[:pair]
-            if tuple(entry.shape) != expected:
-                hint = "give the global batch that the plan was made for, or plan anew"
-                alike = 0 < entry.dim() == len(expected) and entry.shape[1:] == expected[1:]
-                if alike and len(entry) < expected[0]:
-                    hint = "a plan is for full global batches: give DataLoader drop_last=True, or plan anew"
-                label = "the batch" if name == "*" else f"batch entry {name!r}"
-                raise PlanError(
-                    f"{label} has shape {tuple(entry.shape)}, the plan {expected}", hint=hint
-                )
-            for level in self.levels(names[name], rank):
-                if level:
-                    entry = entry.narrow(level.dim, level.start, level.sizes[level.place])
-            return entry
-
-        return each(batch, cut)
+        return local_batch(self, batch, rank)
 
     @property
     def batch_size(self) -> int:

@@ -30,7 +30,7 @@ def unpacked(kind: type[T], data: Any, where: str) -> T:
     """Return a dataclass of texts, counts and other fields: the inverse of :func:`packed`."""
     found = kind(**read_map(data, where))
     for field in fields(kind):  # type: ignore[arg-type]
-        read = {"str": read_text, "int": read_count}.get(str(field.type))
+        read = {"str": read_text, "int": read_count, "bool": read_flag}.get(str(field.type))
         if read is not None:
             read(getattr(found, field.name), f"{field.name} of {where}")
     return found
