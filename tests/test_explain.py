@@ -75,6 +75,24 @@ def test_axes_and_devices_have_alternatives() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "speeds, bandwidth, rows",
+    [((2e11, 1e11, 1e11), 1e11, 48), ((4e12, 4e12, 1e12), 3e9, 480)],
+    ids=["from other starts", "by the plan's row"],
+)
+def test_a_device_that_is_missing_costs_no_more_than_by_the_plans_own_row(
+    speeds: tuple[float, ...], bandwidth: float, rows: int
+) -> None:
+    on = cluster(*(device(k, speed=speed) for k, speed in enumerate(speeds)), bandwidth=bandwidth)
+    torch.manual_seed(0)
+    batch = torch.randn(rows, 64), torch.randint(32, (rows,))
+    plan = api.plan(Classifier(64, 32), batch, on, options=hap.PlanOptions(all_devices=True))
+    own = next(a for a in plan.prediction.alternatives if a.note == "without m:2")
+    missing = next(row for row in explain_devices(plan, "m:2", [2]) if not row.chosen)
+    assert missing.step_s <= own.step_s
+
+
+@pytest.mark.slow
 def test_what_is_not_known_is_not_said_to_be_impossible() -> None:
     assert impossible("R").unknown == "no program has it"
     assert impossible("R", NoProgramError("there is none")).unknown == "no program has it"

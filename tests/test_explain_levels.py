@@ -17,10 +17,11 @@ from hap.cli.commands import main
 from hap.cli.explain_screen import alternatives, axes_of
 from hap.errors import InputError
 from hap.explanation import mesh_choices, stage_choices
-from hap.explanation.forced_choices import explain_left_out
+from hap.explanation.forced_choices import explain_left_out, the_plan
 from hap.explanation.mesh_choices import BETWEEN_MACHINES, INSIDE_MACHINES
 from hap.explanation.stage_choices import OVER_TIME
 from hap.ir.plan import Plan
+from hap.ir.prediction import Alternative
 from hap.synthesizer.pins import options_of, pinned
 from hap.synthesizer.search.engines import eliminate_or_bound
 from hap.synthesizer.search.program_space import build_space
@@ -83,6 +84,7 @@ def test_a_tensor_on_a_mesh_has_its_placements_of_both_levels() -> None:
             assert row.chosen or changed == [f"{i.target} {mine.choice} -> {row.choice}"]
 
 
+@pytest.mark.slow
 def test_axes_and_devices_of_a_mesh_have_alternatives() -> None:
     plan = on_mesh()
     assert plan.inside is not None
@@ -94,8 +96,11 @@ def test_axes_and_devices_of_a_mesh_have_alternatives() -> None:
     for row in rows:
         shares = [int(n) for n in row.choice.rpartition(": ")[2].split()]
         assert [sum(shares[r] for r in ranks) for ranks in plan.groups] == totals
-    choices = {row.choice for row in alternatives(plan, "m0:0")}
-    assert choices == {"with m0:0, two mesh axes", "without m0:0", "without m0"}
+    found = alternatives(plan, "m0:0")
+    assert {row.choice for row in found} == {
+        "with m0:0, two mesh axes", "without m0:0", "without m0",
+    }  # fmt: skip
+    assert {row.changes for row in found if not row.chosen} == {None}, "placements on one axis"
     assert {row.choice for row in alternatives(plan, "m1")} == {"with m1", "without m1"}
 
 
@@ -161,6 +166,8 @@ def test_a_device_of_a_stage_may_be_left_out() -> None:
     rows = alternatives(in_stages(), in_stages().cluster.devices[0].name)
     assert [row.step_s > 0 for row in rows] == [True, True, False]  # its stage has no other device
     assert "no stages" in rows[1].choice
+    assert rows[1].changes is None, "parameters of stages have other placements"
+    assert rows[2].unknown == "its stage has no other device"
 
 
 # --- devices that are left out -----------------------------------------------------------------------
@@ -177,6 +184,7 @@ def without_slow() -> Plan:
 def test_a_device_that_is_left_out_has_the_step_with_it(tmp_path: Path) -> None:
     plan = without_slow()
     assert plan.left_out == ("m:1",)
+    assert plan.program.collectives and the_plan(plan, "").collectives == 0, "it has one device"
     known = alternatives(plan, "m:1")
     assert [row.chosen for row in known] == [True, False]
     searched = alternatives(plan, "m:1", SLOW)
@@ -187,6 +195,24 @@ def test_a_device_that_is_left_out_has_the_step_with_it(tmp_path: Path) -> None:
         alternatives(other, "m:1")
     with pytest.raises(InputError, match="no device m:7"):
         explain_left_out(plan, "m:7", SLOW)
+
+
+def test_all_devices_lack_the_memory_that_their_row_says() -> None:
+    row = Alternative(name="all devices, one mesh axis", step_s=1.0, fits=False, lacking_bytes=7)
+    plan = without_slow()
+    plan = replace(plan, prediction=replace(plan.prediction, alternatives=(row,)))
+    (known,) = (row for row in alternatives(plan, "m:1") if not row.chosen)
+    assert known.choice == "with all devices, one mesh axis"
+    assert known.lacking_bytes == 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["m", "gpu"])
+def test_a_machine_of_which_the_plan_uses_a_part(name: str) -> None:
+    """Only the search with the other devices of the name, from the cluster file, tells their gain."""
+    plan = without_slow()
+    choices = {row.choice: row.chosen for row in alternatives(plan, name, SLOW)}
+    assert choices == {f"with the 1 of {name} in use": True, f"with all of {name}": False}
 
 
 def test_levels_are_on_the_screen_and_in_json(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hap.cluster.topology import Cluster
 from hap.errors import InputError
 from hap.explanation.forced_choices import (
     ForcedChoice,
+    devices_named,
     explain_axis,
     explain_devices,
     explain_left_out,
@@ -44,9 +45,14 @@ def alternatives(plan: Plan, what: str, cluster: Cluster | None = None) -> list[
     devices = plan.cluster.devices
     used = [rank for rank, d in enumerate(devices) if what in (d.name, d.node, d.kind)]
     left = {name for device in plan.left_out for name in (device, device.partition(":")[0])}
-    if what in left or (cluster is not None and not used):
-        return _left_out(plan, what, cluster)
-    if used and len(used) < len(devices):
+    others = bool(used) and len(used) < len(devices)
+    if cluster is not None:
+        names = {d.name for d in devices_named(cluster, what)}
+        if not used or names - {d.name for d in devices}:
+            return explain_left_out(plan, what, cluster)
+    elif not others and what in left:
+        return _left_out(plan, what)
+    if others:
         return _device(plan, what, used)
     if plan.world_size == 1:
         raise InputError(
@@ -85,9 +91,7 @@ def _device(plan: Plan, what: str, ranks: Sequence[int]) -> list[ForcedChoice]:
     return explain_devices(plan, what, ranks)
 
 
-def _left_out(plan: Plan, what: str, cluster: Cluster | None) -> list[ForcedChoice]:
-    if cluster is not None:
-        return explain_left_out(plan, what, cluster)
+def _left_out(plan: Plan, what: str) -> list[ForcedChoice]:
     rows = known_left_out(plan)
     if len(rows) == 1:
         raise InputError(
@@ -130,8 +134,10 @@ def explain_screen(what: str, rows: Sequence[ForcedChoice]) -> RenderableType:
     return made if len(rows) > 1 else Group(made, Text(ALONE))
 
 
-def _changes(changes: Sequence[str]) -> str:
+def _changes(changes: Sequence[str] | None) -> str:
     """Return changes as text; those of similar layers together."""
+    if changes is None:
+        return "not compared"
     groups: dict[tuple[str, str], list[str]] = {}
     for name, _, how in (change.partition(" ") for change in changes):
         groups.setdefault((pattern(name), how), []).append(name)

@@ -7,16 +7,18 @@ with that placement and these shares is cheaper before collectives overlap with 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hap.cluster.device import Device
 from hap.cluster.topology import Cluster
 from hap.errors import HapError, InputError, NoProgramError
 from hap.ir.axes import Shares
 from hap.ir.graph import Graph
 from hap.ir.placement import Placement
 from hap.ir.plan import Plan
+from hap.ir.prediction import Alternative
 from hap.ir.program import Program
 from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.cost.hardware_model import PerRank
@@ -37,7 +39,8 @@ class ForcedChoice:
         step_s: seconds of the step; 0 if no program with this choice is known.
         lacking_bytes: of the rank that lacks most memory.
         unknown: why no step is known; empty if there is one.
-        changes: parameters that are stored in another placement than in the plan.
+        changes: parameters that are stored in another placement than in the plan; ``None`` if their
+            placements cannot be compared, as between one mesh axis and two.
         collectives: how many the program has; ``None`` if the plan file does not say it.
     """
 
@@ -47,7 +50,7 @@ class ForcedChoice:
     level: str = ""
     lacking_bytes: int = 0
     unknown: str = ""
-    changes: tuple[str, ...] = ()
+    changes: tuple[str, ...] | None = ()
     collectives: int | None = 0
 
 
@@ -80,51 +83,73 @@ def explain_axis(plan: Plan, axis: str) -> list[ForcedChoice]:
 def explain_devices(plan: Plan, name: str, ranks: Collection[int]) -> list[ForcedChoice]:
     """Return the plan beside the best one found without some of its devices, over one mesh axis."""
     rest = plan.cluster.keep([r for r in range(plan.world_size) if r not in ranks])
-    return best_first([the_plan(plan, f"with {name}"), _searched(plan, f"without {name}", rest)])
+    found, known = _searched(plan, f"without {name}", rest), _row_without(plan, name)
+    if known and (known.lacking_bytes, known.step_s) < (found.lacking_bytes, found.step_s):
+        found = known
+    part = any(name == device.partition(":")[0] for device in plan.left_out)
+    mine = f"the {len(ranks)} of {name} in use" if part else name
+    return best_first([the_plan(plan, f"with {mine}"), found])
 
 
 def explain_left_out(plan: Plan, name: str, cluster: Cluster) -> list[ForcedChoice]:
     """Return the plan beside the best one found with devices that it leaves out.
 
     Args:
-        name: a device, a node or a kind.
+        name: a device, a node or a kind. The plan may use a part of these devices.
         cluster: the one that was planned for, or another one with the devices of the plan.
 
     Raises:
         InputError: the cluster lacks a device of the plan, or has none of the name.
     """
     mine = {d.name for d in plan.cluster.devices}
-    more = {d.name for d in cluster.devices if name in (d.name, d.node, d.kind)} - mine
+    more = {d.name for d in devices_named(cluster, name)} - mine
     known = {d.name for d in cluster.devices}
     if not more or not mine <= known:
         lacks = f"no device {name}" if not more else f"no device {min(mine - known)}"
         raise InputError(f"the cluster has {lacks}", hint="give the file that the plan is for")
+    used = len(devices_named(plan.cluster, name))
+    choices = f"without {name}", f"with {name}"
+    if used:
+        choices = f"with the {used} of {name} in use", f"with all of {name}"
     both_kinds = [r for r, d in enumerate(cluster.devices) if d.name in mine | more]
     return best_first(
-        [
-            the_plan(plan, f"without {name}"),
-            _searched(plan, f"with {name}", cluster.keep(both_kinds)),
-        ]
+        [the_plan(plan, choices[0]), _searched(plan, choices[1], cluster.keep(both_kinds))]
     )
+
+
+def devices_named(cluster: Cluster, name: str) -> list[Device]:
+    """Return the devices of a name, a node or a kind."""
+    return [d for d in cluster.devices if name in (d.name, d.node, d.kind)]
 
 
 def known_left_out(plan: Plan) -> list[ForcedChoice]:
     """Return the plan beside its row for all devices; no row if the plan has none."""
-    rows = [a for a in plan.prediction.alternatives if a.name == "all devices"]
+    rows = [a for a in plan.prediction.alternatives if a.name.startswith("all devices")]
     return best_first(
-        [the_plan(plan, "without those left out")]
-        + [
-            ForcedChoice(choice=f"with {a.name}", chosen=False, step_s=a.step_s, collectives=None)
-            for a in rows
-        ]
+        [the_plan(plan, "without those left out"), *(_known(f"with {a.name}", a) for a in rows)]
     )
 
 
+def _row_without(plan: Plan, device: str) -> ForcedChoice | None:
+    """Return the plan's own row for all of its devices but one, if there is such a row."""
+    note = f"without {device}"
+    rows = [] if plan.left_out else [a for a in plan.prediction.alternatives if a.note == note]
+    return _known(note, rows[0]) if rows else None
+
+
+def _known(choice: str, row: Alternative) -> ForcedChoice:
+    """Return a row of the plan file, which has neither the program nor its collectives."""
+    return ForcedChoice(
+        choice=choice, chosen=False, step_s=row.step_s, lacking_bytes=row.lacking_bytes,
+        changes=None, collectives=None,
+    )  # fmt: skip
+
+
 def _searched(plan: Plan, choice: str, cluster: Cluster) -> ForcedChoice:
-    """Return the best plan found on a cluster, searched from shares by speed."""
+    """Return the best plan found on a cluster over one mesh axis, by the planner's search."""
     search = Synthesizer(build_space(plan.graph), cluster, plan.optimizer.states)
-    pair = search.search(next(search.starts()))
-    return _row(plan, choice, fastest([pair, search.judge(pair.program, search.balance(pair))]))
+    row = _row(plan, choice, search.best())
+    return replace(row, changes=None) if plan.inside or plan.stages else row
 
 
 def placements_in(graph: Graph, program: Program, tensor: str) -> tuple[Placement, ...]:
@@ -139,12 +164,21 @@ def placements_in(graph: Graph, program: Program, tensor: str) -> tuple[Placemen
 
 def the_plan(plan: Plan, choice: str, level: str = "") -> ForcedChoice:
     """Return the row of the plan itself."""
-    programs = [stage.program for stage in plan.stages.stages] if plan.stages else [plan.program]
-    programs += [plan.inside.program] if plan.inside else []
+    if plan.stages:
+        count = sum(
+            count_collectives(stage.program, len(stage.ranks)) for stage in plan.stages.stages
+        )
+    else:
+        programs = [plan.program, *([plan.inside.program] if plan.inside else [])]
+        count = sum(count_collectives(program, plan.world_size) for program in programs)
     return ForcedChoice(
-        choice=choice, chosen=True, step_s=plan.prediction.step_s, level=level,
-        collectives=sum(len(program.collectives) for program in programs),
-    )  # fmt: skip
+        choice=choice, chosen=True, step_s=plan.prediction.step_s, level=level, collectives=count
+    )
+
+
+def count_collectives(program: Program, ranks: int) -> int:
+    """Return how many collectives a program has; on one device they move nothing and do not count."""
+    return len(program.collectives) if ranks > 1 else 0
 
 
 def impossible(choice: str, error: HapError | None = None, level: str = "") -> ForcedChoice:
@@ -175,7 +209,8 @@ def _row(plan: Plan, choice: str, pair: Candidate) -> ForcedChoice:
     return ForcedChoice(
         choice=choice, chosen=False, step_s=pair.timeline.step_s,
         lacking_bytes=round(float(pair.lacking_bytes.max())),
-        changes=changed(plan.graph, plan.program, pair.program), collectives=len(pair.program.collectives),
+        changes=changed(plan.graph, plan.program, pair.program),
+        collectives=count_collectives(pair.program, len(pair.room)),
     )  # fmt: skip
 
 

@@ -62,7 +62,8 @@ def explain_mesh_device(plan: Plan, rank: int) -> list[ForcedChoice]:
             build_space(plan.graph), cluster, plan.optimizer.states, eliminate_or_bound
         )
         if two:
-            rows.append(_row_between(plan, f"without {device.node}, two mesh axes", two))
+            row = _row_between(plan, f"without {device.node}, two mesh axes", two)
+            rows.append(replace(row, level="", changes=None))
     return best_first(
         replace(r, choice=f"{r.choice}, two mesh axes") if r.chosen else r for r in rows
     )

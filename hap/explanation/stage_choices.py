@@ -17,6 +17,7 @@ from hap.explanation.forced_choices import (
     best_first,
     both,
     changed,
+    count_collectives,
     explain_devices,
     impossible,
     listed,
@@ -88,7 +89,9 @@ def explain_staged_device(plan: Plan, rank: int) -> list[ForcedChoice]:
         row if row.chosen else replace(row, choice=f"{row.choice}, no stages")
         for row in explain_devices(plan, name, [rank])
     ]  # fmt: skip
-    forced = variant.searched(number, {}, ranks) if ranks else None
+    alone = HapError("its stage has no other device")
+    alone = HapError("its stage has no other device")
+    forced = variant.searched(number, {}, ranks) if ranks else alone
     row = _row(plan, f"without {name}, the same cuts", number, forced)
     return best_first([*rows, replace(row, level="")])
 
@@ -119,7 +122,7 @@ class _Variant:
 
     @property
     def collectives(self) -> int:
-        return sum(len(stage.program.collectives) for stage in self.stages)
+        return sum(count_collectives(stage.program, len(stage.ranks)) for stage in self.stages)
 
     def hardware(self, number: int) -> HardwareModel:
         return HardwareModel(self._cluster(self.stages[number].ranks))
