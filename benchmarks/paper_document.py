@@ -30,8 +30,8 @@ _ORDER = (*SIZES, CONSTANTS)
 
 _BOUNDS = ("lower bound, any shares", "lower bound, its shares")
 
-_HIDDEN = {"all devices", "the fastest device alone", "without stages"}
-"""Rows of the comparison that the tables omit: shown elsewhere, or useless for training."""
+_HIDDEN = ("all devices", "the fastest device alone", "without stages")
+"""Starts of rows of the comparison that the tables omit: shown elsewhere, or useless for training."""
 
 COARSE = (0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50)
 FINE = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.35, 1.5, 1.75, 2)
@@ -72,7 +72,8 @@ def _table(model: str, cells: Cells) -> str:
         return ""
     seen = dict.fromkeys(name for rows in cells.values() for name in rows)
     own = (STAGED, EVERYONE, KEPT)
-    others = [name for name in seen if name not in (PLAN, *own, *_HIDDEN)]
+    shown = [name for name in seen if not name.startswith(_HIDDEN)]
+    others = [name for name in shown if name not in (PLAN, *own)]
     body = [[PLAN, *(_cell(rows, PLAN) for rows in cells.values())]]
     for k, title in enumerate(_BOUNDS):
         body.append([title, *(_bound(rows.get(PLAN), k) for rows in cells.values())])

@@ -47,6 +47,7 @@ from hap.ir.plan import Plan
 from hap.runtime.testbed import Testbed
 from hap.synthesizer.baselines import METHODS
 from hap.synthesizer.candidate import Candidate
+from hap.synthesizer.schedule.event_simulator import schedule, usage
 from hap.synthesizer.search.program_space import build_space
 from hap.units import format_bytes, format_seconds
 
@@ -170,10 +171,12 @@ def _as_plan(made: Plan, found: Candidate) -> Plan:
 
 
 def _predicted(found: Candidate) -> dict[str, Any]:
-    line = found.timeline
+    line, cost = found.timeline, found.price()
+    used = usage(schedule(cost.graph, line.program, cost))
     return {
-        "predicted_s": line.step_s, "computing_s": float(line.compute_s.max()),
-        "communicating_s": line.communicate_s, "hidden_s": line.hidden_s,
+        "predicted_s": line.step_s, "computing_s": float(used.compute_s.max()),
+        "communicating_s": float(used.communicate_s.max()),
+        "hidden_s": float(used.overlapped_s[used.compute_s.argmax()]),
         "predicted_bytes": [round(b) for b in line.peak_bytes.tolist()],
     }  # fmt: skip
 

@@ -363,7 +363,7 @@ def _describe(entry: Entry, plan: Plan, cluster: Cluster) -> None:
     entry.predicted_s = plan.prediction.step_s
     entry.predicted_bytes = [peaks.get(d.name, 0) for d in cluster.devices]
     if plan.left_out:
-        kept = next(a for a in plan.prediction.alternatives if a.name == "all devices")
+        kept = next(a for a in plan.prediction.alternatives if a.name.startswith("all devices"))
         cost = kept.step_s / plan.prediction.step_s
         entry.note = f"without {', '.join(plan.left_out)}; all devices: predicted {cost:.2f}x"
 

@@ -26,6 +26,7 @@ from hap.synthesizer.cost.operator_work import FLOPS, node_work
 from hap.synthesizer.cost.peak_memory import at_peak, memory
 from hap.synthesizer.rules import Call, Row
 from hap.synthesizer.rules.textual_rules import lines_of, rule_origin
+from hap.synthesizer.schedule.event_simulator import schedule, usage
 from hap.synthesizer.shares.share_solver import proportional
 from hap.synthesizer.synthesize import Synthesizer
 
@@ -34,34 +35,44 @@ def predict(
     graph: Graph, candidate: Candidate, cost: CostModel, alternatives: tuple[Alternative, ...],
     bounds: tuple[Bound, ...] = (),
 ) -> Prediction:  # fmt: skip
-    """Return the predictions of a plan file."""
+    """Return the predictions of a plan file; the seconds by use are those of the simulated step."""
     line = candidate.timeline
+    used = usage(schedule(graph, line.program, cost))
     work = _work(graph, candidate, cost)
     ranks = tuple(
         RankPrediction(
             work=float(work[r] / max(work.sum(), 1.0)),
             stored=float(line.stored_bytes[r] / max(line.stored_bytes.sum(), 1.0)),
-            compute_s=float(line.compute_s[r]), wait_s=float(line.wait_s[r]),
+            compute_s=float(used.compute_s[r]), wait_s=float(used.waiting_s[r] + used.idle_s[r]),
             peak_bytes=round(float(line.peak_bytes[r])), memory_bytes=device.memory_bytes,
         )
         for r, device in enumerate(cost.hardware.cluster.devices)
     )  # fmt: skip
     return Prediction(
-        step_s=line.step_s, communicate_s=line.communicate_s, hidden_s=line.hidden_s, ranks=ranks,
-        collectives=_collectives(graph, candidate, cost), alternatives=alternatives,
-        bounds=bounds,
+        step_s=line.step_s, communicate_s=float(used.communicate_s.max()),
+        hidden_s=float(used.overlapped_s[int(np.argmax(used.compute_s))]), ranks=ranks,
+        collectives=_collectives(graph, candidate, cost) if len(ranks) > 1 else (),
+        alternatives=alternatives, bounds=bounds,
     )  # fmt: skip
 
 
-def bounds(synthesizer: Synthesizer, candidate: Candidate, prove: int = 0) -> tuple[Bound, ...]:
-    """Return proved bounds of a candidate; ``prove``: extra searches for the one of all shares."""
+def bounds(
+    synthesizer: Synthesizer, candidate: Candidate, prove: int = 0, left: bool = False
+) -> tuple[Bound, ...]:
+    """Return proved bounds of a candidate on the synthesizer's devices.
+
+    Args:
+        prove: extra searches for the bound of all shares.
+        left: whether the plan leaves out other devices, which the bounds do not cover.
+    """
+    on = " on the devices in use" if left else ""
     step_s = candidate.timeline.step_s
     everything = synthesizer.proved(step_s, prove)
     here = synthesizer.fixed(candidate.shares)
     proofs = (
-        ("all programs, any shares of every axis", *everything),
+        (f"all programs{on}, any shares of every axis", *everything),
         # A bound for all shares also holds for these shares.
-        ("all programs with these shares", max(here.bound_s, everything[0]), here.searches),
+        (f"all programs{on} with these shares", max(here.bound_s, everything[0]), here.searches),
     )
     found = []
     for covers, bound_s, searches in proofs:
@@ -86,7 +97,8 @@ def alternatives(
 
 
 def _alternative(graph: Graph, name: str, candidate: Candidate, note: str) -> Alternative:
-    line, moved = candidate.timeline, candidate.program.collectives
+    line = candidate.timeline
+    moved = candidate.program.collectives if len(candidate.room) > 1 else ()
     return Alternative(
         name=name, step_s=line.step_s, fits=candidate.fits, note=note,
         communicate_s=line.communicate_s,

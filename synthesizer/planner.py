@@ -260,7 +260,9 @@ def _searched(
         synthesizer, best, left = chosen.synthesizer, chosen.pair, chosen.left
         known[:] = [chosen]
         if left:
-            beside = {"all devices": on_all, **beside}
+            limits = [", one mesh axis"] if _mesh_is_searched(synthesizer, cluster, options) else []
+            limits += [", without stages"] if options.stages else []
+            beside = {f"all devices{''.join(limits)}": on_all, **beside}
     if synthesizer.gap:
         progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")
     fewer = {name: (_named(cluster, s), s.pair) for name, s in selections.items()}
@@ -298,7 +300,7 @@ def _searched(
     cost = synthesizer.cost(best)
     _must_fit(best, cost, lambda: _smaller_batch(space, synthesizer, best))
     rows = (*alternatives(graph, beside, fewer, notes), *even)
-    proofs = bounds(synthesizer, best, options.prove)
+    proofs = bounds(synthesizer, best, options.prove, bool(left))
     if search:
         proofs = (*proofs, stage_bound(best.timeline.step_s, search))
     return PlannedPair(

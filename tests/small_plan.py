@@ -128,7 +128,7 @@ def small_plan(
                 RankPrediction(
                     work=share / rows,
                     stored=1 / len(shares),
-                    compute_s=0.006 if share else 0.0,
+                    compute_s=0.007 if share else 0.0,
                     wait_s=0.0 if share else 0.006,
                     peak_bytes=2**20 * (share + 1),
                     memory_bytes=2**30,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from rich.console import Console, RenderableType
@@ -38,7 +39,7 @@ def test_screen_says_what_a_person_asks(shown: Callable[[RenderableType], str]) 
     assert rows(text, "between") == ["between nodes link 1 GB/s, 30 us mine.yaml:2"]
     assert "48 parameters (192 B), 10 operators, optimizer Adam" in text
     assert rows(text, "batch") == ["batch 8 -> 3 3 1 1"]
-    assert rows(text, "0  ") == ["0 A100 new:0 37.5% 25.0% 4 MiB of 1 GiB 0% 6 ms 0 ns"]
+    assert rows(text, "0  ") == ["0 A100 new:0 37.5% 25.0% 4 MiB of 1 GiB 0% 7 ms 0 ns"]
     assert "7 ms computing + 4 ms communicating, 1 ms of it beside" in text
     assert rows(text, "even data parallel")[0].endswith(" 1.50x")
     assert rows(text, "without") == ["without the slowest 9 ms 0.90x does not fit the memory"]
@@ -81,6 +82,28 @@ def test_idle_devices_are_named_with_advice(shown: Callable[[RenderableType], st
     assert "idle, without a share: old:1; leave out of the cluster file" in text
     assert rows(text, "3  ")[0].endswith(" idle")
     assert "idle" not in shown(plan_screen(small_plan()))
+
+
+def predicted(plan: Plan, **figures: object) -> Plan:
+    return replace(plan, prediction=replace(plan.prediction, **figures))  # type: ignore[arg-type]
+
+
+def test_devices_that_are_left_out_are_named_with_the_reasons(
+    shown: Callable[[RenderableType], str],
+) -> None:
+    text = " ".join(shown(plan_screen(replace(small_plan(), left_out=("v:0", "v:1")))).split())
+    reason = "no faster plan that fits was found with them, or it gains less than 1 %"
+    assert f"unused: v:* (2x); {reason}; start no processes there" in text
+
+
+def test_the_step_says_how_long_the_busiest_rank_waits_and_no_rounding_errors(
+    shown: Callable[[RenderableType], str],
+) -> None:
+    waits = tuple(replace(r, wait_s=0.001) for r in small_plan().prediction.ranks)
+    screen = plan_screen(predicted(small_plan(), step_s=0.011, ranks=waits))
+    text = " ".join(shown(screen).split())
+    assert "7 ms computing + 1 ms waiting + 4 ms communicating, 1 ms of it beside" in text
+    assert "beside" not in shown(plan_screen(predicted(small_plan(), hidden_s=1e-19)))
 
 
 def test_undivided_operators_are_named(shown: Callable[[RenderableType], str]) -> None:

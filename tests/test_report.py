@@ -394,6 +394,7 @@ def test_files_for_tensorboard_hold_the_run() -> None:
             "report", "small.json", "--log", write_log(*logged()), "--tensorboard", "events"
         )
         assert "files for TensorBoard need its package" in message
+        assert not Path("plan.html").exists(), "nothing is written before"
         return
     done("report", "small.json", "--log", write_log(*logged()), "--tensorboard", "events")
     accumulator = import_module(

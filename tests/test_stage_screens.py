@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from collections import defaultdict
@@ -10,9 +11,11 @@ from functools import cache
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from hap.cli.chrome_trace import trace_text
 from hap.cli.pipeline_hint import pipeline_hint
+from hap.cli.plan_screen import plan_screen
 from hap.cli.report.figures_json import shown_with
 from hap.cli.report.page import report_page
 from hap.cli.simulation import rank_uses, simulation_json
@@ -114,6 +117,22 @@ def test_the_page_has_stages_transfers_and_modules() -> None:
     assert page.count("<canvas ") == plan.world_size
     turns = [s for s in simulate_plan(plan).run.spans if s.stream == COMPUTE]
     assert all(str(s.what) in page for s in turns)
+
+
+@pytest.mark.parametrize("compare", [False, True])
+def test_the_step_of_a_pipeline_has_no_sum_of_all_it_moves(compare: bool) -> None:
+    """Its ranks take turns, and what its transfers take depends on them."""
+    plan = planned()
+    out = io.StringIO()
+    Console(file=out, width=200).print(plan_screen(plan, compare=compare))
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    (mine,) = (line for line in lines if line.startswith("this plan"))
+    if compare:
+        assert mine.split()[5] == "-"
+    else:
+        assert mine.endswith(" computing on the busiest device, 0 ns in collectives inside stages")
+    stages = [line for line in lines if line.startswith(("0 0 ", "1 1 "))]
+    assert len([line for line in stages if " whole" in line]) == 2, "each is one device"
 
 
 def test_the_longest_work_names_stages() -> None:

@@ -18,9 +18,11 @@ from hap.errors import InfeasibleError, InputError
 from hap.ir.placement import R, S
 from hap.ir.plan import Plan
 from hap.ir.program import Compute
+from hap.plan_simulation import simulate_plan
 from hap.synthesizer.memory_price import lowest_fitting
 from hap.synthesizer.plan_options import PlanOptions
 from tests.random_plans import make_case, verdict
+from tests.test_two_axes import machines
 
 
 def device(rank: int, *, speed: float = 1e12, memory: int = 1 << 30) -> Device:
@@ -177,10 +179,43 @@ def test_devices_that_only_slow_the_step_down_are_left_out_and_named(crawl: floa
     assert not plan.idle
     without = planned(4096, 256, 10, cluster(*fast, bandwidth=1e12))
     assert plan.prediction.step_s <= without.prediction.step_s * (1 + 1e-9)
-    everyone = next(a for a in plan.prediction.alternatives if a.name == "all devices")
+    everyone = next(a for a in plan.prediction.alternatives if a.name.startswith("all devices"))
     assert everyone.step_s > plan.prediction.step_s
     assert "unused: m:* (2x)" in screen(plan)
     assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.slow
+def test_all_devices_are_on_one_axis_where_two_are_searched() -> None:
+    plan = planned(4096, 256, 10, machines((1.0, 1.0), (1e-4, 1e-4)))
+    assert plan.left_out == ("m1:0", "m1:1")
+    names = [a.name for a in plan.prediction.alternatives]
+    assert "all devices, one mesh axis" in names and "all devices" not in names
+    assert all(" on the devices in use" in bound.covers for bound in plan.prediction.bounds)
+
+
+@pytest.mark.slow
+def test_the_seconds_by_use_are_those_of_the_simulation() -> None:
+    """Here the busiest rank waits, and the ranks overlap differently."""
+    on = cluster(device(0), device(1, speed=5e11), device(2, speed=3e11))
+    plan = planned(512, 64, 10, on, all_devices=True)
+    told, used = plan.prediction, simulate_plan(plan).usage
+    busiest = int(used.compute_s.argmax())
+    assert used.overlapped_s[busiest] > 0 and told.ranks[busiest].wait_s > 0
+    assert told.hidden_s == pytest.approx(used.overlapped_s[busiest])
+    for rank, r in enumerate(told.ranks):
+        assert r.compute_s == pytest.approx(used.compute_s[rank])
+        assert r.wait_s == pytest.approx(used.waiting_s[rank] + used.idle_s[rank])
+        beside_s = told.communicate_s - used.overlapped_s[rank]
+        assert r.compute_s + r.wait_s + beside_s == pytest.approx(told.step_s)
+
+
+@pytest.mark.slow
+def test_one_device_moves_nothing() -> None:
+    plan = planned(64, 64, 10, cluster(device(0)))
+    assert plan.program.collectives, "its program gathers from itself"
+    assert not plan.prediction.collectives
+    assert {a.communicate_bytes for a in plan.prediction.alternatives} == {0}
 
 
 @pytest.mark.slow

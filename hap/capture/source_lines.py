@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from torch import fx
+
+_NOT_THE_USERS = tuple(
+    f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
+"""The folders of torch and of this package, which calls the user's module."""
 
 
 def raised_at(error: Exception) -> str:
     """The innermost line outside torch and this package that an error came through."""
-    own = f"{Path(__file__).parents[1]}/"
-    frames = [
-        f"{frame.filename}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in frame.filename and not frame.filename.startswith(own)
-    ]
-    return frames[-1] if frames else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    return _innermost((frame.filename, frame.lineno) for frame in frames)
 
 
 def source_of(node: fx.Node) -> str:
@@ -26,10 +28,15 @@ def source_of(node: fx.Node) -> str:
 
 
 def line_of(trace: str) -> str:
-    """The innermost ``file:line`` outside torch of a traceback's text."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    own = f"{Path(__file__).parent}/"  # which calls the user's module
-    outside = [f"{f}:{n}" for f, n in found if "/torch/" not in f and not f.startswith(own)]
+    """The innermost ``file:line`` outside torch and this package of a traceback's text.
+
+    Empty if there is none, as of an operator of a model that is all torch's own modules.
+    """
+    return _innermost(re.findall(r'File "([^"]+)", line (\d+)', trace))
+
+
+def _innermost(frames: Iterable[tuple[str, object]]) -> str:
+    outside = [f"{f}:{n}" for f, n in frames if not f.startswith(_NOT_THE_USERS)]
     return outside[-1] if outside else ""
 
 

@@ -22,7 +22,7 @@ from hap.ir.half_gradients import ROUNDINGS
 from hap.ir.mesh import is_mesh_op, origin
 from hap.ir.placement import R
 from hap.ir.plan import Plan
-from hap.ir.prediction import Collective, Prediction
+from hap.ir.prediction import EVEN_PIPELINE, Collective
 from hap.ir.program import Compute, Value
 from hap.ir.regather import ALIAS
 from hap.ir.stages import PipelineStages, Stage
@@ -33,6 +33,12 @@ from hap.units import format_bandwidth, format_bytes, format_flops, format_secon
 
 _COLLECTIVES = 8
 _OPERATORS = 10
+
+NO_GAIN = "no faster plan that fits was found with them, or it gains less than 1 %"
+"""The reason why a plan leaves devices out, for people."""
+
+_LITTLE = 1e-9
+"""Fraction of the step below which seconds are rounding errors."""
 
 _ORIGINS = {
     "derived": "rows derived from tags and schema",
@@ -182,7 +188,8 @@ def _stages(plan: Plan, stages: PipelineStages) -> RenderableType:
             (
                 str(number), spans(stage.ranks), ", ".join(alike(names)),
                 f"{modules[0]} to {modules[-1]}" if modules else "", format_bytes(weights),
-                str(stage.in_flight), shares, _extras(stage),
+                str(stage.in_flight), shares if len(names) > 1 and shares else "whole",
+                _extras(stage),
             )
         )  # fmt: skip
     head = (
@@ -206,7 +213,8 @@ def _extras(stage: Stage) -> str:
     """Return what a stage does beside its turns, for people."""
     found = ["runs its forwards again"] if stage.recompute else []
     if stage.delay:
-        later = f", {stage.delay - 1} microbatches later" if stage.delay > 1 else ""
+        s = "" if stage.delay == 2 else "es"
+        later = f", {stage.delay - 1} microbatch{s} later" if stage.delay > 1 else ""
         found.append(f"gradients of weights in turns of their own{later}")
     return "; ".join(found)
 
@@ -258,7 +266,7 @@ def _devices(plan: Plan) -> RenderableType:
     body: list[RenderableType] = [table(head, rows, right=(2, 3, 4, 5, 6, 7))]
     if plan.left_out:
         names = ", ".join(alike(list(plan.left_out)))
-        advice = "the others are predicted to be faster without; start no processes there"
+        advice = f"{NO_GAIN}; start no processes there"
         body.append(Text(f"unused: {names}; {advice}", style="yellow"))
     if plan.idle:
         names = ", ".join(plan.cluster.devices[r].name for r in plan.idle)
@@ -269,7 +277,7 @@ def _devices(plan: Plan) -> RenderableType:
 
 def _step(plan: Plan) -> RenderableType:
     p = plan.prediction
-    rows = [("this plan", format_seconds(p.step_s), "1.00x", _split(p))]
+    rows = [("this plan", format_seconds(p.step_s), "1.00x", _split(plan))]
     for other in p.alternatives:
         time = (format_seconds(other.step_s), f"{other.step_s / p.step_s:.2f}x")
         known = time if other.step_s else ("-", "-")  # without a program the note gives the reason
@@ -302,9 +310,12 @@ def _comparison(plan: Plan) -> RenderableType:
     p = plan.prediction
     worst = max(rank.peak_bytes for rank in p.ranks)
     moved = sum(c.nbytes for c in p.collectives)
-    rows = [("this plan", *_figures(p.step_s, p.step_s, p.communicate_s, moved, worst), "yes")]
+    # Collectives inside stages are a part of what a pipeline moves; its transfers have no sum.
+    own_s = None if plan.stages else p.communicate_s
+    rows = [("this plan", *_figures(p.step_s, p.step_s, own_s, moved, worst), "yes")]
     for o in p.alternatives:
-        figures = _figures(p.step_s, o.step_s, o.communicate_s, o.communicate_bytes, o.peak_bytes)
+        other_s = None if o.name == EVEN_PIPELINE else o.communicate_s
+        figures = _figures(p.step_s, o.step_s, other_s, o.communicate_bytes, o.peak_bytes)
         fits = "yes" if o.fits else f"lacks {format_bytes(o.lacking_bytes)}"
         known = (*figures, fits) if o.step_s else ("-",) * 6  # the note gives the reason
         rows.append((o.name, *known))
@@ -315,24 +326,32 @@ def _comparison(plan: Plan) -> RenderableType:
 
 
 def _figures(
-    plan_s: float, step_s: float, communicate_s: float, moved: int, peak: int
+    plan_s: float, step_s: float, communicate_s: float | None, moved: int, peak: int
 ) -> tuple[str, ...]:
     return (
         format_seconds(step_s),
         f"{step_s / plan_s:.2f}x",
-        format_seconds(communicate_s),
+        "-" if communicate_s is None else format_seconds(communicate_s),
         format_bytes(moved),
         format_bytes(peak),
     )
 
 
-def _split(p: Prediction) -> str:
+def _split(plan: Plan) -> str:
     """Return the busiest rank's computing, waiting, and hidden and exposed communication."""
-    computing_s = p.step_s - p.communicate_s + p.hidden_s
-    text = (
-        f"{format_seconds(computing_s)} computing + {format_seconds(p.communicate_s)} communicating"
+    p = plan.prediction
+    if not p.ranks:
+        return ""  # the plan file predicts the step alone
+    rank = max(p.ranks, key=lambda r: r.compute_s)
+    computing, moving = format_seconds(rank.compute_s), format_seconds(p.communicate_s)
+    if plan.stages:
+        return f"{computing} computing on the busiest device, {moving} in collectives inside stages"
+    waiting = (
+        f" + {format_seconds(rank.wait_s)} waiting" if rank.wait_s > _LITTLE * p.step_s else ""
     )
-    return f"{text}, {format_seconds(p.hidden_s)} of it beside" if p.hidden_s else text
+    text = f"{computing} computing{waiting} + {moving} communicating"
+    hidden = p.hidden_s > _LITTLE * p.step_s
+    return f"{text}, {format_seconds(p.hidden_s)} of it beside" if hidden else text
 
 
 def _communication(plan: Plan) -> RenderableType:

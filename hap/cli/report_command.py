@@ -44,6 +44,8 @@ def report(plan_file: str, output: str, log_file: str | None, tensorboard: str |
     """
     if tensorboard and not log_file:
         raise InputError("--tensorboard without --log", hint="give the log of a run")
+    if tensorboard:
+        cli.report.tensorboard_events.check_package()
     plan = hap.Plan.load(plan_file)
     check_output(output, plan_file, log_file, plan.source.path)
     text = cli.report.page.page_of_plan(plan, plan_file, log_file)

@@ -160,7 +160,7 @@ def simulation_screen(made: Simulation) -> RenderableType:
         else "communication and computing in turn, which the runtime does not do"
     )
     sections = (
-        ("Step", Text(f"{_time(made.run.step_s)}, {how}").append(_by_host(made), "yellow")),
+        ("Step", Text(f"{shown_time(made.run.step_s)}, {how}").append(_by_host(made), "yellow")),
         ("Time", _times(made)),
         ("Memory", _memory(made)),
         ("Longest", _longest(made)),
@@ -179,20 +179,21 @@ def _by_host(made: Simulation) -> str:
     worst = max(late, key=lambda use: use.issuing_s)
     return (
         f"\nrank {spans([use.rank for use in late])}: the host is the limit. It issues operators for "
-        f"{_time(worst.issuing_s)}, the device computes for {_time(worst.compute_s)}; "
+        f"{shown_time(worst.issuing_s)}, the device computes for {shown_time(worst.compute_s)}; "
         "compiled code has fewer of them (--backend inductor), and CUDA graphs issue them at once "
         "(--backend cudagraphs)"
     )
 
 
-def _time(seconds: float) -> str:
-    return format_seconds(round(seconds, 9))  # smaller amounts are rounding errors
+def shown_time(seconds: float) -> str:
+    """Return seconds as text; below half a nanosecond they are rounding errors."""
+    return format_seconds(seconds if seconds >= 5e-10 else 0.0)
 
 
 def _times(made: Simulation) -> RenderableType:
     columns = ("compute_s", "waiting_s", "communicate_s", "overlapped_s", "idle_s")
     rows = [
-        (*(_time(getattr(use, column)) for column in columns), _time(made.run.step_s))
+        (*(shown_time(getattr(use, column)) for column in columns), shown_time(made.run.step_s))
         for use in rank_uses(made)
     ]
     head = ("rank", "device", "compute", "waiting", "communication", "overlapped", "idle", "step")
@@ -201,7 +202,7 @@ def _times(made: Simulation) -> RenderableType:
 
 def _memory(made: Simulation) -> RenderableType:
     rows = [
-        (f"{format_bytes(u.peak_bytes)} of {format_bytes(u.memory_bytes)}", _time(u.peak_s), u.peak_at)
+        (f"{format_bytes(u.peak_bytes)} of {format_bytes(u.memory_bytes)}", shown_time(u.peak_s), u.peak_at)
         for u in rank_uses(made)
     ]  # fmt: skip
     head = ("rank", "device", "peak", "at", "when it makes the result of")
@@ -221,5 +222,7 @@ def _by_rank(plan: Plan, rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...
 
 
 def _longest(made: Simulation) -> RenderableType:
-    rows = [(row.of, row.op, row.part, str(row.times), _time(row.total_s)) for row in longest(made)]
+    rows = [
+        (row.of, row.op, row.part, str(row.times), shown_time(row.total_s)) for row in longest(made)
+    ]
     return table(("of", "", "", "times", "together"), rows, right=(3, 4))

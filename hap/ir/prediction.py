@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+EVEN_PIPELINE = "3D, even"
+"""Name of the alternative that is a pipeline: its seconds of communication are those inside stages."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPrediction:
-    """Predictions for one rank. ``work`` and ``stored`` are its parts of the cluster's sums."""
+    """Predictions for one rank. ``work`` and ``stored`` are its parts of the cluster's sums.
+
+    ``compute_s``: seconds in which it computes, slowed down by communication beside it. ``wait_s``:
+    seconds in which it neither computes nor communicates. The step is ``compute_s``, ``wait_s`` and the
+    part of the plan's ``communicate_s`` during which the rank does not compute.
+    """
 
     work: float
     stored: float
@@ -84,7 +92,8 @@ class OperatorCost:
 class Prediction:
     """Predictions of the cost model for a plan. Times are seconds of one training step.
 
-    ``hidden_s``: seconds of communication that overlap computing of the busiest rank.
+    ``communicate_s``: seconds during which collectives run; in a pipeline, those inside the stage that
+    communicates longest. ``hidden_s``: the part of them during which the busiest rank computes.
     """
 
     step_s: float

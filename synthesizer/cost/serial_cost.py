@@ -19,8 +19,6 @@ from hap.synthesizer.cost.hardware_model import PerRank
 from hap.synthesizer.cost.peak_memory import memory
 from hap.synthesizer.cost.prices import Prices
 
-_ROUNDING = 1e-9
-
 Floats = npt.NDArray[np.float64]
 
 
@@ -46,18 +44,6 @@ class Timeline:
     stored_bytes: PerRank
     peak_bytes: PerRank
     until: tuple[int, ...] | None = None
-
-    @property
-    def hidden_s(self) -> float:
-        """Seconds of communication during which the busiest rank computes."""
-        return max(0.0, float(self.compute_s.max()) + self.communicate_s - self.step_s)
-
-    @property
-    def wait_s(self) -> PerRank:
-        """Per rank: ``step_s`` is ``compute_s + wait_s + communicate_s - hidden_s``."""
-        waiting: PerRank = self.step_s - self.compute_s - self.communicate_s + self.hidden_s
-        waiting[waiting < _ROUNDING * self.step_s] = 0.0
-        return waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

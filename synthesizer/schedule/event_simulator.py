@@ -27,7 +27,10 @@ from hap.synthesizer.cost.contention import Job, Streams
 from hap.synthesizer.cost.cost_structure import nodes_and_rows
 from hap.synthesizer.cost.hardware_model import PerRank
 from hap.synthesizer.cost.prices import Prices
-from hap.synthesizer.cost.serial_cost import convert_seconds
+from hap.synthesizer.cost.serial_cost import Floats, convert_seconds
+
+_ROUNDING = 1e-12
+"""Fraction of a step below which seconds are rounding errors."""
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 """The streams of a rank."""
@@ -169,33 +172,30 @@ def group_seconds(graph: Graph, group: Sequence[Instruction], cost: Prices) -> t
 
 def usage(run: Schedule) -> Usage:
     """Return each rank's seconds of the step, by use."""
+    works = [s for s in run.spans if s.stream == COMPUTE]
     collectives = [s for s in run.spans if s.stream != COMPUTE]
-    ready, start, end = (
-        np.array([getattr(s, at) for s in collectives]).reshape(-1, run.world_size)
-        for at in ("ready_s", "start_s", "end_s")
-    )
+    begun, done = _times(works, run, "start_s"), _times(works, run, "end_s")
+    ready, start, end = (_times(collectives, run, at) for at in ("ready_s", "start_s", "end_s"))
     compute, waiting, overlapped = (np.zeros(run.world_size) for _ in range(3))
     for rank in range(run.world_size):
-        edges, computed = _computed(run, rank)
+        runs = done[:, rank] > begun[:, rank]
+        edges = np.append(0.0, np.stack([begun[runs, rank], done[runs, rank]], axis=1))
+        computed = np.append(0.0, np.cumsum(np.diff(edges) * (np.arange(len(edges) - 1) % 2)))
         compute[rank] = computed[-1]
         before, first, last = (np.interp(t[:, rank], edges, computed) for t in (ready, start, end))
         waiting[rank] = (start - ready)[:, rank].sum() - (first - before).sum()
         overlapped[rank] = (last - first).sum()
+    waiting, overlapped = (
+        np.where(t > _ROUNDING * run.step_s, t, 0.0) for t in (waiting, overlapped)
+    )
     communicate = (end - start).sum(axis=0)
-    waiting = np.maximum(waiting, 0.0)  # removes rounding errors
-    idle = np.maximum(run.step_s - (compute + waiting + communicate - overlapped), 0.0)
+    idle = run.step_s - (compute + waiting + communicate - overlapped)
     return Usage(
-        compute_s=compute, waiting_s=waiting, communicate_s=communicate,
-        overlapped_s=overlapped, idle_s=idle,
+        compute_s=compute, waiting_s=waiting, communicate_s=communicate, overlapped_s=overlapped,
+        idle_s=np.where(idle > _ROUNDING * run.step_s, idle, 0.0),
     )  # fmt: skip
 
 
-def _computed(run: Schedule, rank: int) -> tuple[list[float], list[float]]:
-    """Return (times, seconds that a rank has computed until then); linear in between."""
-    times, total = [0.0], [0.0]
-    for s in run.spans:
-        first, last = float(s.start_s[rank]), float(s.end_s[rank])
-        if s.stream == COMPUTE and last > first:
-            times += [first, last]
-            total += [total[-1], total[-1] + last - first]
-    return times, total
+def _times(spans: Sequence[Span], run: Schedule, at: str) -> Floats:
+    """Return a time of each span (rows) on each rank."""
+    return np.array([getattr(s, at) for s in spans]).reshape(-1, run.world_size)

@@ -15,7 +15,7 @@ from hap.errors import HapError
 from hap.ir.axes import Shares
 from hap.ir.mesh import origin
 from hap.ir.placement import Placement, R, S
-from hap.ir.prediction import Alternative
+from hap.ir.prediction import EVEN_PIPELINE, Alternative
 from hap.ir.program import Program
 from hap.synthesizer.baselines import tensor_parallel
 from hap.synthesizer.search.cost_tables import Allowed
@@ -24,8 +24,6 @@ from hap.synthesizer.stages.stage_estimates import Sketch
 from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
 from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask, of_microbatch
 from hap.synthesizer.synthesize import proportional_shares
-
-NAME = "3D, even"
 
 STAGES = (2, 4, 8)
 
@@ -45,7 +43,7 @@ def even_pipeline(search: StageSearch) -> tuple[Alternative, Pipeline | None]:
         for rank, peak in zip(stage.ranks, each.peak_bytes, strict=True)
     ]
     row = Alternative(
-        name=NAME, step_s=made.times.step_s, fits=made.fits,
+        name=EVEN_PIPELINE, step_s=made.times.step_s, fits=made.fits,
         note=f"Megatron-LM: {len(peaks)} stages, {how} in each, {made.microbatches} microbatches",
         communicate_s=max(each.communicate_s for each in made.figures),
         communicate_bytes=sum(
@@ -59,7 +57,7 @@ def even_pipeline(search: StageSearch) -> tuple[Alternative, Pipeline | None]:
 
 def no_pipeline(why: str) -> Alternative:
     """Return the row of the baseline where there is none."""
-    return Alternative(name=NAME, step_s=0.0, fits=False, note=why)
+    return Alternative(name=EVEN_PIPELINE, step_s=0.0, fits=False, note=why)
 
 
 def even_pipelines(search: StageSearch) -> Iterator[tuple[Pipeline, str]]:

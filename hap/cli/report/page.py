@@ -10,24 +10,26 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from hap.cli.plan_screen import NO_GAIN
 from hap.cli.report.collective_reasons import collective_rows
 from hap.cli.report.device_bars import USES, device_bars
 from hap.cli.report.figures_json import shown_with
 from hap.cli.report.module_tree import module_tree
 from hap.cli.report.run_overlay import FIGURES, HEIGHT, WIDTH, bars, plot, run_json
 from hap.cli.report.timeline_data import timeline_data
-from hap.cli.simulation import simulation_json
+from hap.cli.simulation import shown_time, simulation_json
 from hap.cli.terminal import alike, runs
 from hap.errors import PlanError
 from hap.ir.plan import Plan
 from hap.ir.plan_digest import program_digest, short_digest
+from hap.ir.prediction import EVEN_PIPELINE
 from hap.plan_simulation import simulate_plan
 from hap.run_log import LoggedStep, read_log, steps_of_plan
 from hap.synthesizer.cost.peak_memory import KINDS
-from hap.units import format_bytes, format_seconds
+from hap.units import format_bytes
 
 FORMATS: dict[str, Callable[[Any], str]] = {
-    "seconds": lambda value: format_seconds(round(value, 9)),
+    "seconds": shown_time,
     "bytes": format_bytes,
     "percent": lambda value: f"{value:.1%}",
     "count": lambda value: f"{value:,}",
@@ -81,6 +83,8 @@ def report_page(
         "seconds": FORMATS["seconds"],
         "bytes": format_bytes,
         "alike": alike,
+        "no_gain": NO_GAIN,
+        "even_pipeline": EVEN_PIPELINE,
     }
     seconds = [s.seconds for s in steps or ()]
     return environment.get_template("page.html").render(
