@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from hap.capture import attention, tensor_constants, torch_private
+from hap.capture.source_lines import line_of, raised_at
 from hap.capture.tracing import capture
 from hap.errors import ModelError
 from hap.ir.graph import Graph
@@ -87,6 +89,7 @@ def test_every_model_is_captured(file: str, variant: str) -> None:
 
 DIGEST = """
 import torch
+from hap.capture.source_lines import line_of, raised_at
 from hap.capture.tracing import capture
 from hap.capture.torch_private import fake_mode
 from benchmarks.models import bert_moe
@@ -529,3 +532,31 @@ def test_a_dtype_that_no_rule_prices_is_refused_by_name() -> None:
 
     with pytest.raises(ModelError, match="complex64"):
         capture(Spectrum(), torch.zeros(3, 6))
+
+
+# --- source lines ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "file, users",
+    [
+        (str(ROOT / "hap" / "ir" / "batch.py"), False),
+        (torch.nn.modules.container.__file__, False),
+        ("/home/me/torch/model.py", True),
+    ],
+)
+def test_lines_of_torch_and_of_this_package_are_not_the_users(file: str, users: bool) -> None:
+    trace = f'File "/model.py", line 3, in forward\n  File "{file}", line 7, in call'
+    assert line_of(trace) == (f"{file}:7" if users else "/model.py:3")
+    error = ValueError()
+    code = compile("def fail(error): raise error", file, "exec")
+    with pytest.raises(ValueError) as raised:
+        exec(code, names := {})
+        names["fail"](error)
+    assert raised_at(raised.value) == (f"{file}:1" if users else f"{__file__}:{_line(error)}")
+
+
+def _line(error: Exception) -> int:
+    """The line of this file that an error came through last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next(f.lineno for f in reversed(frames) if f.filename == __file__) or 0
