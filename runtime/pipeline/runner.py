@@ -221,7 +221,10 @@ class _Step:
         s, wanted, across = self._s, self._ctx.wanted, self._ctx.across
         self._ctx.total, total = self._sums.total, self._ctx.total
         try:
-            self._env, self._parts = inputs_of(s, self._given)
+            sized = [(each.graph, each.stage) for each in s._microbatches]
+            self._env, self._parts = inputs_of(
+                s._plan, sized, s.place, self._given, self._tangent()
+            )
             weights = self._crossing(backward=False, once=True, sending=False)
             before = self._receive(weights)
             coming = {False: self._incoming(backward=False)}
@@ -387,6 +390,12 @@ class _Step:
                 env[value] = made
         if segment in (*PER_PART, StageSegment.LAST_TURN) and not again:
             self._sums.add({term: self._value(term, part) for term in layout.added[segment]})
+
+    def _tangent(self) -> Tensor:
+        """Return the gradient of the loss, a scalar."""
+        s = self._s
+        dtype = torch.float64 if s._widen else dtype_of(s._plan.graph, s._plan.graph.loss)
+        return torch.full((), s.loss_scale, dtype=dtype, device=s._device)
 
     def _own_gradients(self) -> list[Tensor]:
         s = self._s

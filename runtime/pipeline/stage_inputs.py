@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,53 +10,57 @@ from torch import Tensor
 from hap.ir.graph import Graph
 from hap.ir.plan import Plan
 from hap.ir.program import Value
+from hap.ir.stages import Stage
 from hap.runtime.pipeline.sums import Env
 
-if TYPE_CHECKING:
-    from hap.runtime.pipeline.runner import PipelineStage
 
-
-def inputs_of(s: PipelineStage, given: Mapping[str, Tensor]) -> tuple[Env, list[Env]]:
+def inputs_of(
+    plan: Plan, microbatches: Sequence[tuple[Graph, Stage]], place: int, given: Mapping[str, Tensor],
+    tangent: Tensor,
+) -> tuple[Env, list[Env]]:  # fmt: skip
     """Return the inputs of the whole step, and those of each microbatch.
 
     Args:
+        microbatches: the stage's graph and its program for each microbatch.
+        place: of this rank in the stage.
         given: this rank's shards of the plan's inputs, by their tensors in the plan's graph.
+        tangent: the gradient of the loss.
     """
     env: Env = {}
-    parts: list[Env] = [{} for _ in s._microbatches]
-    program = s._stage.program
-    for i in s._graph.inputs:
-        value = Value(i.tensor, program.inputs[i.tensor])
+    parts: list[Env] = [{} for _ in microbatches]
+    graph, stage = microbatches[0]
+    for i in graph.inputs:
+        value = Value(i.tensor, stage.program.inputs[i.tensor])
         if i.role == "tangent":
-            shape = s._graph.tensors[i.tensor].shape
-            dtype = torch.float64 if s._widen else dtype_of(s._graph, i.tensor)
-            env[value] = torch.full(shape, s.loss_scale, dtype=dtype, device=s._device)
+            env[value] = tangent
         elif i.role == "input":
-            _cut(s, given, i.tensor, value, parts)
+            entry = _whole_name(plan, i.target, "input")
+            for number, rows in enumerate(
+                _cut(plan, microbatches, place, given[entry], entry, value)
+            ):
+                parts[number][value] = rows
         elif i.role != "received":
-            env[value] = given[_whole_name(s._plan, i.target, i.role)]
+            env[value] = given[_whole_name(plan, i.target, i.role)]
     return env, parts
 
 
 def _cut(
-    s: PipelineStage, given: Mapping[str, Tensor], tensor: str, value: Value, parts: list[Env]
-) -> None:
-    plan, place = s._plan, s.place
-    target = next(i.target for i in s._graph.inputs if i.tensor == tensor)
-    entry = _whole_name(plan, target, "input")
+    plan: Plan, microbatches: Sequence[tuple[Graph, Stage]], place: int, whole: Tensor, entry: str,
+    value: Value,
+) -> Iterator[Tensor]:  # fmt: skip
+    """Yield this rank's rows of each microbatch of an entry of the batch."""
     over_time = Value(entry, plan.program.inputs[entry])
-    for number, part in enumerate(parts):
-        rows = given[entry]
+    for number, (graph, stage) in enumerate(microbatches):
+        rows = whole
         if over_time.placement.sharded:
             sizes = plan.program.sizes(plan.graph, over_time, plan.shares)
             start = sum(sizes[:number])
             rows = rows.narrow(over_time.placement.dim, start, sizes[number])
         if value.placement.sharded:
-            each = s._microbatches[number]
-            sizes = each.stage.program.sizes(each.graph, value, each.stage.shares)
+            sizes = stage.program.sizes(graph, value, stage.shares)
             start = sum(sizes[:place])
             rows = rows.narrow(value.placement.dim, start, sizes[place])
-        part[value] = rows
+        yield rows
 
 
 def dtype_of(graph: Graph, tensor: str) -> torch.dtype:
