@@ -103,7 +103,9 @@ def test_the_step_says_how_long_the_busiest_rank_waits_and_no_rounding_errors(
     screen = plan_screen(predicted(small_plan(), step_s=0.011, ranks=waits))
     text = " ".join(shown(screen).split())
     assert "7 ms computing + 1 ms waiting + 4 ms communicating, 1 ms of it beside" in text
-    assert "beside" not in shown(plan_screen(predicted(small_plan(), hidden_s=1e-19)))
+    late = tuple(replace(r, wait_s=1e-10) for r in small_plan().prediction.ranks)
+    text = shown(plan_screen(predicted(small_plan(), hidden_s=1e-19, ranks=late)))
+    assert "beside" not in text and rows(text, "0  ")[0].endswith(" 7 ms 0 ns")
 
 
 def test_undivided_operators_are_named(shown: Callable[[RenderableType], str]) -> None:

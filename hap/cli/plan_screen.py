@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from hap.cli.terminal import MANY_RANKS, alike, no_repeats, pattern, runs, spans, table
+from hap.cli.terminal import MANY_RANKS, alike, no_repeats, pattern, runs, shown_time, spans, table
 from hap.cluster.link import Link
 from hap.ir.axes import Shares
 from hap.ir.half_gradients import ROUNDINGS
@@ -254,7 +254,7 @@ def _devices(plan: Plan) -> RenderableType:
             f"{format_bytes(r.peak_bytes)} of {format_bytes(r.memory_bytes)}",
             f"{r.peak_bytes / r.memory_bytes:.0%}",
             format_seconds(r.compute_s),
-            format_seconds(r.wait_s),
+            shown_time(r.wait_s),
             "idle" if rank in plan.idle else "",
         )
         device = plan.cluster.devices[rank]

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from hap.cli.chrome_trace import trace_text
 from hap.cli.plan_screen import tensor_label
-from hap.cli.terminal import MANY_RANKS, alike, pattern, spans, table
+from hap.cli.terminal import MANY_RANKS, alike, pattern, shown_time, spans, table
 from hap.errors import InputError, reason_of
 from hap.files import write_whole
 from hap.ir.graph import Input
@@ -24,7 +24,7 @@ from hap.ir.pipeline_order import StageWork
 from hap.ir.plan import Plan
 from hap.ir.program import Convert, Instruction
 from hap.plan_simulation import Simulation
-from hap.units import format_bytes, format_seconds
+from hap.units import format_bytes
 
 _LONGEST = 10
 
@@ -183,11 +183,6 @@ def _by_host(made: Simulation) -> str:
         "compiled code has fewer of them (--backend inductor), and CUDA graphs issue them at once "
         "(--backend cudagraphs)"
     )
-
-
-def shown_time(seconds: float) -> str:
-    """Return seconds as text; below half a nanosecond they are rounding errors."""
-    return format_seconds(seconds if seconds >= 5e-10 else 0.0)
 
 
 def _times(made: Simulation) -> RenderableType:

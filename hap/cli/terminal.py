@@ -198,3 +198,8 @@ def sweep_progress() -> Iterator[Callable[[int, int, str], None]]:
     with Progress(*columns, console=out, transient=True, speed_estimate_period=1e9) as bar:
         task = bar.add_task("planning", total=None, at="")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, at=what)
+
+
+def shown_time(seconds: float) -> str:
+    """Return seconds as text; below half a nanosecond they are rounding errors."""
+    return format_seconds(seconds if seconds >= 5e-10 else 0.0)

@@ -17,8 +17,8 @@ from hap.cli.report.figures_json import shown_with
 from hap.cli.report.module_tree import module_tree
 from hap.cli.report.run_overlay import FIGURES, HEIGHT, WIDTH, bars, plot, run_json
 from hap.cli.report.timeline_data import timeline_data
-from hap.cli.simulation import shown_time, simulation_json
-from hap.cli.terminal import alike, runs
+from hap.cli.simulation import simulation_json
+from hap.cli.terminal import alike, runs, shown_time
 from hap.errors import PlanError
 from hap.ir.plan import Plan
 from hap.ir.plan_digest import program_digest, short_digest
