@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hap
-from hap.api import fake_batch
+from hap.capture.fake_batch import fake_batch
 from hap.capture.model_file import load_model_file
 from hap.capture.tracing import capture
 from hap.errors import InputError, ModelError

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import hap
-from hap import api
+from hap import planned_model
 from hap.cli import worker
 from hap.errors import HapError, InputError, PlanError
 from hap.runtime import launch
@@ -484,7 +484,7 @@ def test_machines_without_devices_are_refused(nodes: list[tuple[str, int]]) -> N
 def refused(data: dict[str, Any]) -> tuple[str, int]:
     """Return the error of a model that is not the planned one, and the number of its captures."""
     case, plan = benchmark_case("mlp", "tiny_dropout"), hap.Plan.from_json(data)
-    counted = mock.patch.object(api, "capture", wraps=api.capture)
+    counted = mock.patch.object(planned_model, "capture", wraps=planned_model.capture)
     with counted as captures, pytest.raises(PlanError) as error:
         hap.compile(case.model, plan, loss=case.loss)
     return str(error.value), captures.call_count

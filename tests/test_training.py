@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 import hap
-from hap.api import fake_batch
+from hap.capture.fake_batch import fake_batch
 from hap.capture.recompute import PRODUCTS, WAYS
 from hap.capture.tracing import capture
 from hap.cluster.topology import Cluster
