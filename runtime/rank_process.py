@@ -92,11 +92,16 @@ def kill(rank: RankProcess) -> None:
 def end_with_parent() -> None:
     """Make this rank the leader of a process group that is killed when the parent ends.
 
+    Its own children then start as those of a rank of torchrun do.
+
     The kernel does so for a child of the parent, a thread for a fork of the server: the server ends
     only after its forks.
     """
     os.setsid()  # also: no Ctrl-C of the terminal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # see :func:`start`
+    # A process hands on the method that started it. The workers of a DataLoader would have to import
+    # the model file, which is no module of theirs.
+    multiprocessing.set_start_method(None, force=True)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_wait_for_parent, name="parent", daemon=True).start()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 import re
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -111,6 +113,33 @@ def test_the_cause_is_told_and_not_what_follows_from_it(
 def test_errors_of_other_ranks_are_told_from_own_ones(error: Exception, peer: bool) -> None:
     with pytest.raises(PeerLostError if peer else type(error)), losses_told("rank 3"):
         raise error
+
+
+def blocked() -> bool:
+    return signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def start_method() -> str:
+    return multiprocessing.get_start_method()
+
+
+@gloo
+def test_a_rank_starts_processes_as_any_other_program() -> None:
+    """The workers of a DataLoader, which cannot import a model file."""
+    assert spawn(start_method, 1, timeout_s=120) == [
+        multiprocessing.get_context().get_start_method()
+    ]
+
+
+@gloo
+def test_the_server_of_ranks_outlives_a_sigterm_to_the_group() -> None:
+    """The ranks would lose their parent's watch otherwise; they themselves take the signal."""
+    assert spawn(blocked, 1, timeout_s=120) == [False]
+    os.kill(forkserver._forkserver._forkserver_pid, signal.SIGTERM)
+    assert spawn(blocked, 1, timeout_s=120) == [False]
+    status = Path(f"/proc/{forkserver._forkserver._forkserver_pid}/status").read_text()
+    mask = int(re.findall(r"SigBlk:\s*(\w+)", status)[0], 16)
+    assert mask >> (signal.SIGTERM - 1) & 1 and not blocked()
 
 
 def fail(how: str) -> None:
