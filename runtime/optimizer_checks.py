@@ -50,7 +50,7 @@ def watch(model: nn.Module, module: HapModule) -> None:
     plan, rank = module._plan, module._comm.rank
     inner = slice(
         1 if plan.stages else 0, None
-    )  # a stage holds whole parameters, or nothing of them
+    )  # a stage holds a parameter whole, or nothing of it
     shards = dict(module.named_parameters())
     for name, parameter in model.named_parameters():
         if (shard := shards.get(name)) is None:  # the forward changes it

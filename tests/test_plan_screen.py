@@ -54,6 +54,15 @@ def test_screen_says_what_a_person_asks(shown: Callable[[RenderableType], str]) 
     ]
 
 
+def test_the_rate_of_the_products_is_shown(shown: Callable[[RenderableType], str]) -> None:
+    plan = small_plan()
+    tensors = {name: replace(t, dtype="bfloat16") for name, t in plan.graph.tensors.items()}
+    text = shown(plan_screen(replace(plan, graph=replace(plan.graph, tensors=tensors))))
+    found = rows(text, "bfloat16")
+    assert len(found) == len(plan.cluster.types())
+    assert all("no figure for bfloat16: the rate of another dtype" in row for row in found)
+
+
 def test_screen_is_plain_and_the_same_for_the_same_plan(
     shown: Callable[[RenderableType], str],
 ) -> None:

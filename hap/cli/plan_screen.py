@@ -15,8 +15,8 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from hap.cli.terminal import MANY_RANKS, alike, no_repeats, pattern, runs, shown_time, spans, table
-from hap.cluster.link import Link
+from hap.cli.cluster_table import cluster_table
+from hap.cli.terminal import MANY_RANKS, alike, pattern, runs, shown_time, spans, table
 from hap.ir.axes import Shares
 from hap.ir.half_gradients import ROUNDINGS
 from hap.ir.mesh import is_mesh_op, origin
@@ -29,7 +29,7 @@ from hap.ir.stages import PipelineStages, Stage
 from hap.ir.widening import narrow_sums
 from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.rules.textual_rules import rule_origin
-from hap.units import format_bandwidth, format_bytes, format_flops, format_seconds
+from hap.units import format_bytes, format_seconds
 
 _COLLECTIVES = 8
 _OPERATORS = 10
@@ -53,7 +53,7 @@ def plan_screen(plan: Plan, path: str = "plan.json", *, compare: bool = False) -
     ``compare``: show the alternatives with their communication and memory, in a wider table.
     """
     sections = (
-        ("Cluster", _cluster(plan)),
+        ("Cluster", cluster_table(plan)),
         ("Model", _model(plan)),
         ("Shares", _shares(plan)),
         ("Devices", _devices(plan)),
@@ -86,38 +86,6 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "collective_bytes": sum(c.nbytes for c in collectives),
     }
     return data
-
-
-def _cluster(plan: Plan) -> RenderableType:
-    cluster = plan.cluster
-    rows = []
-    for ranks in cluster.types():
-        device = cluster.devices[ranks[0]]
-        who = f"{len(ranks)} {device.kind}, rank {spans(ranks)}"
-        figures = (
-            ("memory", format_bytes(device.memory_bytes), "memory_bytes"),
-            ("float32", format_flops(device.flops_per_s["float32"]), "flops_per_s.float32"),
-            ("memory rate", format_bandwidth(device.memory_bytes_per_s), "memory_bytes_per_s"),
-        )
-        for name, value, key in figures:
-            sources = dict.fromkeys(cluster.devices[r].source.get(key, "not said") for r in ranks)
-            rows.append((who, name, value, "; ".join(sources)))
-    links: dict[Link, list[str]] = {}
-    for node, link in cluster.intra.items():
-        if len(cluster.ranks(node)) > 1:
-            links.setdefault(link, []).append(node)
-    for link, nodes in links.items():
-        rows.append((f"inside {', '.join(alike(nodes))}", "link", *_link(link)))
-    if len(cluster.nodes) > 1:
-        rows.append(("between nodes", "link", *_link(cluster.inter)))
-    if cluster.collectives_from:
-        rows.append(("collectives", "", "", cluster.collectives_from))
-    return Group(Text(str(cluster)), table(("", "", "", "source"), no_repeats(rows), right=(2,)))
-
-
-def _link(link: Link) -> tuple[str, str]:
-    rate = format_bandwidth(link.bandwidth_bytes_per_s)
-    return f"{rate}, {format_seconds(link.latency_s)}", link.source or "not said"
 
 
 def _model(plan: Plan) -> RenderableType:
