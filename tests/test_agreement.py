@@ -283,18 +283,19 @@ def test_parts_of_random_tensors_fill_them() -> None:
 
 
 def test_a_module_that_trains_to_other_results_the_second_time_is_not_verified() -> None:
-    """Its state is outside of the model, so that neither capture nor one device's module starts it anew."""
+    """Its state is outside of the model, and begins to count after the capture."""
 
     class Loss:
         def __init__(self) -> None:
-            self.calls = 0
+            self.calls, self.counts = 1, False
 
         def __call__(self, out: Tensor, x: Tensor) -> Tensor:
-            self.calls += 1
+            self.calls += self.counts
             return out.square().mean() * self.calls
 
-    model = nn.Sequential(nn.Linear(8, 5))
-    case = make_case(model, torch.randn(12, 8), Loss())
+    model, loss = nn.Sequential(nn.Linear(8, 5)), Loss()
+    case = make_case(model, torch.randn(12, 8), loss)
+    loss.counts = True
     with pytest.raises(ModelError, match="something else each time that it is trained"):
         verdict(case, random_plan(case, 2, 0))
 
