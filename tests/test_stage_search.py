@@ -18,6 +18,7 @@ import hap
 from hap.cluster.topology import Cluster
 from hap.ir.microbatch import is_sum
 from hap.ir.plan import Plan
+from hap.ir.prediction import EVEN_PIPELINE
 from hap.ir.program import Convert
 from hap.ir.returned_sums import returned_conversions
 from hap.ir.stages import cut_stages, stage_ranges
@@ -29,7 +30,7 @@ from hap.synthesizer.planner import choose
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
 from hap.synthesizer.stages import stage_estimates
 from hap.synthesizer.stages.device_blocks import DeviceBlocks
-from hap.synthesizer.stages.even_pipeline import NAME, even_pipeline, even_pipelines
+from hap.synthesizer.stages.even_pipeline import even_pipeline, even_pipelines
 from hap.synthesizer.stages.flights import chosen_flights
 from hap.synthesizer.stages.segment_costs import GroupSeconds
 from hap.synthesizer.stages.stage_dp import Boundaries, ChainSearch
@@ -426,9 +427,9 @@ def test_no_row_is_faster_than_a_plan_with_stages() -> None:
     options = PlanOptions(stages=True, compare=True)
     found = choose(case.space, unlike(4), 2, options)
     rows = [row for row in found.prediction.alternatives if row.fits]
-    assert any(row.name == NAME for row in found.prediction.alternatives)
+    assert any(row.name == EVEN_PIPELINE for row in found.prediction.alternatives)
     assert min(row.step_s for row in rows) >= found.prediction.step_s * (1 - 1e-9)
     without = choose(case.space, unlike(4), 2, PlanOptions(compare=True))
-    row = next(row for row in without.prediction.alternatives if row.name == NAME)
+    row = next(row for row in without.prediction.alternatives if row.name == EVEN_PIPELINE)
     assert not row.fits
     assert "--stages" in row.note
