@@ -17,6 +17,7 @@ from hap.errors import HapError, InputError, PlanError
 from hap.ir.batch import each, flatten
 from hap.ir.half_gradients import with_half_gradients
 from hap.plan_simulation import without_hosts
+from hap.runtime.batch_entries import entry
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.compiled import BACKENDS, runnable
 from hap.runtime.context import Context
@@ -116,7 +117,9 @@ def test_draws_and_constants_come_first(file: str, backend: str) -> None:
         call(module, batch)
         state = module._state()
         inputs = [
-            module._entry(flatten(batch), target, tensor) if role == "input" else state[target]
+            entry(plan, 0, target, flatten(batch)[target], tensor)
+            if role == "input"
+            else state[target]
             for role, target, tensor in module._order
         ]
         with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -66,6 +67,9 @@ def copy_attributes(source: nn.Parameter, to: nn.Parameter) -> None:
             setattr(to, name, value)
 
 
+_alone = threading.Lock()
+
+
 def examine(make: MakeOptimizer, module: nn.Module | None = None) -> OptimizerKind:
     """Take real steps on small parameters, and count the tensors of the optimizer's state.
 
@@ -79,6 +83,7 @@ def examine(make: MakeOptimizer, module: nn.Module | None = None) -> OptimizerKi
     """
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad} if module else {}
     models = trained or {"weight": nn.Parameter(torch.zeros(1, 1))}
+    _alone.acquire()  # the default dtype is that of all threads
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # of states that are made from a shape
     try:
@@ -97,6 +102,7 @@ def examine(make: MakeOptimizer, module: nn.Module | None = None) -> OptimizerKi
         ) from error
     finally:
         torch.set_default_dtype(before)
+        _alone.release()
     name = type(optimizer).__name__
     across = not alike and not getattr(optimizer, "whole_norms", False)
     if across and not _equal(whole, _trained(make, models)[2]):
