@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 import hap
 from hap.errors import PlanError
@@ -21,10 +21,8 @@ from hap.runtime.collectives import Comm
 from hap.runtime.emulate import run_ranks
 from tests.random_plans import Case, make_case, random_plan
 
-O = torch.optim  # noqa: E741
 
-
-class Lion(O.Optimizer):
+class Lion(optim.Optimizer):
     """An elementwise optimizer that torch lacks."""
 
     def __init__(self, params: Any, lr: float) -> None:
@@ -109,7 +107,7 @@ def refused(step: Callable[[], Any], what: str, hint: str) -> None:
 def test_an_optimizer_of_the_whole_model_is_refused(named: bool) -> None:
     def run(comm: Comm) -> None:
         model = copy.deepcopy(case().model)
-        optimizer = O.AdamW(model.named_parameters() if named else model.parameters())
+        optimizer = optim.AdamW(model.named_parameters() if named else model.parameters())
         for _ in range(2):  # it trains the model before, which stays allowed
             case().loss_of(model).backward()
             optimizer.step()
@@ -124,9 +122,9 @@ def test_an_optimizer_of_the_whole_model_is_refused(named: bool) -> None:
 
 def test_the_whole_model_may_be_trained_beside_its_shards() -> None:
     def act(model: nn.Module, module: nn.Module, backward: Callable[[], Tensor]) -> None:
-        own, others = O.SGD(module.parameters(), lr=0.1), O.SGD(model.parameters(), lr=0.1)
+        own, others = optim.SGD(module.parameters(), lr=0.1), optim.SGD(model.parameters(), lr=0.1)
         second = nn.Linear(6, 1)
-        critic = O.Adam(second.parameters())
+        critic = optim.Adam(second.parameters())
         for accumulates in (True, False, False):
             backward()
             case().loss_of(model).backward()
@@ -142,20 +140,22 @@ def test_the_whole_model_may_be_trained_beside_its_shards() -> None:
     on_ranks(act)
 
 
-def warming_up(optimizer: O.Optimizer) -> O.Optimizer:
+def warming_up(optimizer: optim.Optimizer) -> optim.Optimizer:
     """Return the optimizer, whose rate is 0 in its first step."""
-    O.lr_scheduler.LambdaLR(optimizer, lambda step: step / 2)
+    optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 2)
     return optimizer
 
 
-ALLOWED: dict[str, Callable[[Any], O.Optimizer]] = {
+ALLOWED: dict[str, Callable[[Any], optim.Optimizer]] = {
     **{
         kind.__name__: (lambda params, kind=kind: kind(params, lr=1e-2))
-        for kind in sorted(optimizer_checks.ELEMENTWISE - {O.SparseAdam}, key=lambda k: k.__name__)
+        for kind in sorted(
+            optimizer_checks.ELEMENTWISE - {optim.SparseAdam}, key=lambda k: k.__name__
+        )
     },
-    "fused": lambda params: O.AdamW(params, fused=True),
-    "foreach": lambda params: O.Adam(params, foreach=True),
-    "groups": lambda params: O.SGD([{"params": [p], "lr": 0.1} for p in params]),
+    "fused": lambda params: optim.AdamW(params, fused=True),
+    "foreach": lambda params: optim.Adam(params, foreach=True),
+    "groups": lambda params: optim.SGD([{"params": [p], "lr": 0.1} for p in params]),
     "Lamb": lambda params: Lamb(params),
     "Lars": lambda params: Lars(params, lr=0.1),
     "Lion": lambda params: Lion(params, lr=0.1),
@@ -179,10 +179,10 @@ def test_optimizers_that_train_shards_like_the_whole_are_allowed(name: str) -> N
     on_ranks(act)
 
 
-READ_WHOLE: dict[str, Callable[[Any], O.Optimizer]] = {
-    "Adafactor": lambda params: O.Adafactor(params),
-    "Muon": lambda params: O.Muon([p for p in params if p.dim() == 2]),
-    "LBFGS": lambda params: O.LBFGS(params),
+READ_WHOLE: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "Adafactor": lambda params: optim.Adafactor(params),
+    "Muon": lambda params: optim.Muon([p for p in params if p.dim() == 2]),
+    "LBFGS": lambda params: optim.LBFGS(params),
     "Normed": lambda params: warming_up(Normed(params, lr=0.1)),
 }
 

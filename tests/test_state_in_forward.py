@@ -87,15 +87,22 @@ def after_some_calls(net: Net, x: Tensor) -> Tensor:
     return (y * 5 if net.calls > 3 else y).square().mean()
 
 
+def failing_in_its_second_call(net: Net, x: Tensor) -> Tensor:
+    if net.begun:
+        raise RuntimeError("called twice")
+    net.begun = True
+    return net.layer(x).square().mean()
+
+
 REFUSED = (
     in_a_dict, in_a_list, in_a_global, in_a_global_dict, in_an_iterator, drawn_by_python,
-    drawn_by_its_own_generator, initialized_by_data, made_in_the_first_call, after_some_calls,
+    drawn_by_its_own_generator, failing_in_its_second_call, initialized_by_data, made_in_the_first_call, after_some_calls,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("forward", REFUSED)
 def test_a_forward_that_differs_in_its_next_call_is_refused(forward: Any) -> None:
-    with pytest.raises(ModelError, match=r"computes something else|may do") as refused:
+    with pytest.raises(ModelError, match=r"computes something else|may do|called twice") as refused:
         capture(Net(forward), torch.randn(6, 4))
     assert refused.value.hint
 

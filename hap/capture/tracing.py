@@ -6,7 +6,6 @@ depend on the capturing machine's device.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import operator
 import re
@@ -172,10 +171,9 @@ def captured(
                 seen = log.take()
                 counter = changed_number(numbers, numbers_of(given)).partition(".")[2]
                 kept = attributes.kept()  # of use to the next forward, or to this one alone
-                with contextlib.suppress(*skip):
-                    step(*tensors)
+                check_loss(lambda: step(*tensors), raised_at, skip)
                 place = first_difference(seen, log.take())
-                line = "" if place is None else log.line_of(place, lambda: step(*tensors), skip)
+                line = "" if place is None else log.line_of(place, lambda: step(*tensors))
                 if place is None and attributes.restore(log, saved):
                     counter = ""
         check_gradient_hooks(step.module)  # those that the forward registers

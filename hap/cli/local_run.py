@@ -50,9 +50,7 @@ def run_here(job: RunJob, nproc: int, on_step: OnStep) -> None:
             _once(job, len(names), trained)
             return
         except (RankDiedError, RankError) as failure:
-            mistaken = (
-                failure.exit_code == 2 and not trained.any
-            )  # a mistake of the user's stays one
+            mistaken = failure.exit_code == 2 and not trained.any  # a user's mistake stays one
             if mistaken or trained.noticed or not left:
                 raise
             name = names[failure.rank]

@@ -11,7 +11,7 @@ from hap.ir.storage_levels import Levels
 
 
 class Cuts(Protocol):
-    """What a plan knows of the parts of a batch: see :class:`hap.ir.plan.Plan`."""
+    """The members of a plan that give the parts of a batch: see :class:`hap.ir.plan.Plan`."""
 
     @property
     def graph(self) -> Graph: ...
