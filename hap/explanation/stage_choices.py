@@ -90,7 +90,6 @@ def explain_staged_device(plan: Plan, rank: int) -> list[ForcedChoice]:
         for row in explain_devices(plan, name, [rank])
     ]  # fmt: skip
     alone = HapError("its stage has no other device")
-    alone = HapError("its stage has no other device")
     forced = variant.searched(number, {}, ranks) if ranks else alone
     row = _row(plan, f"without {name}, the same cuts", number, forced)
     return best_first([*rows, replace(row, level="")])
