@@ -50,9 +50,7 @@ T = TypeVar("T")
 _POLL_S = 0.1  # interval between checks for dead ranks
 GRACE_S = 0.5  # after a failure: time to detect other dead ranks, see :func:`hap.runtime.rank_failures.failure`
 _EXIT_S = 5.0  # after the last result: time until ranks that still run are killed
-_SKEW_S = (
-    5.0  # after errors that another rank caused: time until ranks that say nothing count as hung
-)
+_SKEW_S = 5.0  # after errors that another rank caused: time until silent ranks count as hung
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # from <malloc.h>
 
