@@ -411,4 +411,7 @@ def _real_build(file: ModelFile, seed: int) -> tuple[nn.Module, Batch]:
 def code(plan: Plan, rank: int) -> str:
     """Return the emitted Python of the forward and backward of a rank, counted from 0, for a CPU."""
     emitted = emit(plan, rank, torch.device("cpu"))
-    return f"# forward of rank {rank}\n{emitted.forward.code}\n# backward of rank {rank}\n{emitted.backward.code}"
+    forward, backward = (
+        graph.python_code("self").src for graph in (emitted.forward, emitted.backward)
+    )
+    return f"# forward of rank {rank}\n{forward}\n# backward of rank {rank}\n{backward}"

@@ -98,17 +98,15 @@ def runnable(emitted: Emitted, backend: str, device: torch.device) -> Runnable:
     )  # fmt: skip
 
 
-def executable(
-    module: fx.GraphModule, backend: str, device: torch.device, library: Library
-) -> Boxed:
+def executable(graph: fx.Graph, backend: str, device: torch.device, library: Library) -> Boxed:
     """Return a graph's function ``(ctx, arguments)``, which empties the list; modifies the graph."""
     if captures(backend):
-        return DrawsFirst(module, device, lambda rest: _run(rest, backend, device, library))
-    return _run(module, backend, device, library)
+        return DrawsFirst(graph, device, lambda rest: _run(rest, backend, device, library))
+    return _run(graph, backend, device, library)
 
 
-def _run(module: fx.GraphModule, backend: str, device: torch.device, library: Library) -> Boxed:
-    return Staged(module, library, device) if compiles(backend) else boxed(module)
+def _run(graph: fx.Graph, backend: str, device: torch.device, library: Library) -> Boxed:
+    return Staged(graph, library, device) if compiles(backend) else boxed(graph)
 
 
 class Library:
@@ -204,13 +202,12 @@ class Staged:
     ``staged(ctx, args)`` returns the results of the emitted graph, and empties ``args``.
 
     Args:
-        module: the emitted graph, whose first argument is the context; it is modified.
+        graph: the emitted graph, whose first argument is the context; it is modified.
         library: the cache of compiled pieces.
         device: the device of dropout masks.
     """
 
-    def __init__(self, module: fx.GraphModule, library: Library, device: torch.device) -> None:
-        graph = module.graph
+    def __init__(self, graph: fx.Graph, library: Library, device: torch.device) -> None:
         draw_masks_apart(graph, device)
         _choose_by_tensor(graph, device)
         slots = {node: k for k, node in enumerate(graph.nodes)}

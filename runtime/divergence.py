@@ -88,9 +88,11 @@ def trace(emitter: Emitter, given: dict[str, Tensor], ctx: Context) -> dict[Valu
             return result
 
     with torch.no_grad():
-        results = Recorder(emitted.forward).run(ctx, *(given[t] for t in emitted.inputs))
+        results = Recorder(nn.Module(), graph=emitted.forward).run(
+            ctx, *(given[t] for t in emitted.inputs)
+        )
         saved = results[1 + len(emitted.buffers) :]
-        Recorder(emitted.backward).run(ctx, *saved, torch.ones_like(results[0]))
+        Recorder(nn.Module(), graph=emitted.backward).run(ctx, *saved, torch.ones_like(results[0]))
     return seen
 
 

@@ -21,12 +21,11 @@ Boxed = Callable[[Context, list[Any]], Sequence[Tensor]]
 """A function ``(ctx, arguments)`` that empties the list, so that each can be freed after its last use."""
 
 
-def boxed(module: fx.GraphModule) -> Boxed:
+def boxed(graph: fx.Graph) -> Boxed:
     """Return the function of an emitted graph, which is modified."""
-    with_native_calls(module.graph)
-    module.graph.set_codegen(torch_private.BoxedCode())
-    module.recompile()
-    function: Boxed = module.forward
+    with_native_calls(graph)
+    graph.set_codegen(torch_private.BoxedCode())
+    function: Boxed = fx.GraphModule(torch.nn.Module(), graph).forward
     return function
 
 
@@ -34,15 +33,13 @@ class DrawsFirst:
     """A forward or backward ``(ctx, args)`` whose random numbers and constants are made before it.
 
     Args:
-        module: the emitted graph; it is modified.
+        graph: the emitted graph; it is modified.
         make: returns the function of what remains of the graph.
     """
 
     def __init__(
-        self, module: fx.GraphModule, device: torch.device,
-        make: Callable[[fx.GraphModule], Boxed] = boxed,
-    ) -> None:  # fmt: skip
-        graph = module.graph
+        self, graph: fx.Graph, device: torch.device, make: Callable[[fx.Graph], Boxed] = boxed
+    ) -> None:
         draw_masks_apart(graph, device)
         ctx = next(iter(graph.nodes))
         drawn = [
@@ -58,7 +55,7 @@ class DrawsFirst:
                 last = graph.placeholder(f"made_{number}")
             node.replace_all_uses_with(last)
             graph.erase_node(node)
-        self.run = make(module)
+        self.run = make(graph)
 
     def __call__(self, ctx: Context, args: list[Tensor]) -> Sequence[Tensor]:
         args.extend(draw(ctx) for draw in self.draws)

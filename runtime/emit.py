@@ -43,8 +43,8 @@ class Emitted:
     ``backward``: ``(ctx, *saved, tangent) -> (*gradients,)``.
     """
 
-    forward: fx.GraphModule
-    backward: fx.GraphModule
+    forward: fx.Graph
+    backward: fx.Graph
     inputs: tuple[str, ...]
     buffers: tuple[str, ...]
     saved: tuple[Value, ...]
@@ -95,8 +95,8 @@ class Emitter:
         after = [k for k, late in enumerate(sides) if late]
         start = [Value(t, program.inputs[t]) for t in inputs]
         return Emitted(
-            forward=self.segment(before, start, [*results, *saved], "Forward"),
-            backward=self.segment(after, [*saved, *given], gradients, "Backward"),
+            forward=self.segment(before, start, [*results, *saved]),
+            backward=self.segment(after, [*saved, *given], gradients),
             inputs=inputs,
             buffers=tuple(o.target for o, _ in ends if o.role == "buffer"),
             saved=saved,
@@ -123,9 +123,9 @@ class Emitter:
         return self.graph.by_name[step.node]
 
     def segment(
-        self, numbers: Collection[int], given: Iterable[Value], results: Collection[Value],
-        name: str, *, pending: bool = False,
-    ) -> fx.GraphModule:  # fmt: skip
+        self, numbers: Collection[int], given: Iterable[Value], results: Collection[Value], *,
+        pending: bool = False,
+    ) -> fx.Graph:  # fmt: skip
         """Return a graph of some of the program's instructions: ``(ctx, *given) -> results``.
 
         Args:
@@ -163,7 +163,7 @@ class Emitter:
         out.output(tuple(env.early(value) if pending else env[value] for value in results))
         set_apart(out)
         out.lint()
-        return fx.GraphModule(torch.nn.Module(), out, name)
+        return out
 
     def single(self, step: Compute) -> fx.Graph:
         """Return the graph of one operator: ``(ctx, *inputs) -> outputs``."""

@@ -56,7 +56,7 @@ def watched(module: HapModule, *, in_turn: bool = False) -> Stopwatch:
     """
     watch = Stopwatch()
     emitted = emit(module._plan, module._comm.rank, module._device)
-    for code in (emitted.forward.graph, emitted.backward.graph):
+    for code in (emitted.forward, emitted.backward):
         _look_around(code, in_turn)
     module._code = runnable(emitted, "eager", module._device)
     context: Any = module._ctx

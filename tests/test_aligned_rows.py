@@ -136,7 +136,7 @@ def words() -> tuple[hap.Plan, nn.Module, Tensor]:
 def marked(plan: hap.Plan, device: str) -> list[str]:
     """Return the operators of the emitted code whose rows are marked."""
     code = emit(plan, 0, torch.device(device))
-    both = (*code.forward.graph.nodes, *code.backward.graph.nodes)
+    both = (*code.forward.nodes, *code.backward.nodes)
     return [str(node.target) for node in both if ODD_ROWS in node.meta]
 
 

@@ -132,7 +132,7 @@ class Asking(Context):
         return [by["a"] * x for x in xs]
 
 
-def overlapped() -> fx.GraphModule:
+def overlapped() -> fx.Graph:
     """Return two collectives that are issued early and awaited late, and one with two results."""
     graph = fx.Graph()
     ctx, x, y = (graph.placeholder(name) for name in ("ctx", "x", "y"))
@@ -154,7 +154,7 @@ def overlapped() -> fx.GraphModule:
     total = graph.call_function(torch.add, (left, right))
     total = graph.call_function(torch.sin, (total,))
     graph.output((total, x, right))
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return graph
 
 
 def uncompiled(piece: fx.GraphModule, args: list[Tensor], known: Any = None) -> Any:
@@ -166,7 +166,7 @@ def test_calls_of_the_context_keep_their_order(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch_private, "inductor", uncompiled)
     x, y = torch.randn(5), torch.randn(5)
     plain, staged = Asking(), Asking()
-    want = overlapped()(plain, x, y)
+    want = fx.GraphModule(torch.nn.Module(), overlapped())(plain, x, y)
     args = [x, y]
     found = Staged(overlapped(), Library(), CPU)(staged, args)
     assert staged.log == plain.log
@@ -187,8 +187,8 @@ def test_pieces_keep_their_place_between_the_calls() -> None:
 def test_a_mask_cuts_nothing() -> None:
     case = benchmark_case("mlp", "tiny_dropout")
     emitted = emit(one_rank(case), 0, CPU)
-    for module, draws in ((emitted.forward, True), (emitted.backward, False)):
-        stages = Staged(module, Library(), CPU).stages
+    for graph, draws in ((emitted.forward, True), (emitted.backward, False)):
+        stages = Staged(graph, Library(), CPU).stages
         asked = [s.run.method for s in stages if isinstance(s.run, ContextCall)]
         assert set(asked) == ({"mask", "scale"} if draws else {"scale"})
         assert sum(isinstance(s.run, Piece) for s in stages) == 1
@@ -204,8 +204,8 @@ def test_batch_norm_cuts_nothing_and_knows_its_mode(monkeypatch: pytest.MonkeyPa
         for backend in ("eager", "inductor")
     )
     emitted = emit(plan, 0, CPU)
-    for module in (emitted.forward, emitted.backward):
-        stages = Staged(module, Library(), CPU).stages
+    for graph in (emitted.forward, emitted.backward):
+        stages = Staged(graph, Library(), CPU).stages
         assert sum(isinstance(s.run, Piece) for s in stages) == 1
     for training in (True, False):
         losses = [call(module.train(training), case.batch) for module in (eager, compiled)]
@@ -230,7 +230,7 @@ def test_equal_pieces_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
         x = graph.call_function(torch.mul, (graph.call_function(torch.sin, (x,)), 2.0))
         x = graph.call_method("wait", (ctx, graph.call_method("issue", (ctx, x, ""))))
     graph.output((x,))
-    staged = Staged(fx.GraphModule(torch.nn.Module(), graph), Library(), CPU)
+    staged = Staged(graph, Library(), CPU)
     staged(Asking(), [torch.randn(3)])
     assert len(made) == 1
     staged(Asking(), [torch.randn(3)])

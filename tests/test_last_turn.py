@@ -129,7 +129,7 @@ def _calls(task: StageTask, program: Program, shares: Shares, made: SegmentLayou
         graph=task.part, program=program, shares=shares, rank=0,
         device=torch.device("cpu"), over_time=True,
     )  # fmt: skip
-    code = emitted(emitter, made, last=True)[TURN].graph
+    code = emitted(emitter, made, last=True)[TURN]
     assert TURN not in emitted(emitter, made, last=False)
     found, reduced = [], set[object]()
     for node in code.nodes:

@@ -160,8 +160,8 @@ def gathered(program: Program) -> Program:
 # --- emitted ranks -----------------------------------------------------------------------------
 
 
-def issued(module: fx.GraphModule) -> list[str]:
-    return [str(n.args[1]) for n in module.graph.nodes if n.target == "issue"]
+def issued(graph: fx.Graph) -> list[str]:
+    return [str(n.args[1]) for n in graph.nodes if n.target == "issue"]
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_all_ranks_issue_alike_and_wait_late(plan: Plan, found: list[Timeline]) 
             first, *others = (issued(getattr(emitted, half)) for emitted in ranks)
             assert all(other == first for other in others)
             for emitted in ranks:
-                listed = list(getattr(emitted, half).graph.nodes)
+                listed = list(getattr(emitted, half).nodes)
                 place = {node: k for k, node in enumerate(listed)}
                 for node in listed:
                     if node.target == "wait" and node.meta["value"].tensor not in masked:
@@ -190,8 +190,8 @@ def test_arguments_are_not_renamed(plan: Plan) -> None:
     """A renamed argument would live until its function returns, even after its last use."""
     for rank in range(plan.world_size):
         emitted = emit(plan, rank, torch.device("cpu"))
-        for module in (emitted.forward, emitted.backward):
-            arguments = [n for n in module.graph.nodes if n.op == "placeholder"]
+        for graph in (emitted.forward, emitted.backward):
+            arguments = [n for n in graph.nodes if n.op == "placeholder"]
             assert all(n.name == n.target for n in arguments)
 
 
@@ -229,7 +229,7 @@ def test_golden_schedule() -> None:
         emitted = emit(plan, rank, torch.device("cpu"))
         lines = [
             f"{n.target} {n.args[1]}" if n.target == "issue" else f"{n.target} {n.name}"
-            for module in (emitted.forward, emitted.backward) for n in module.graph.nodes
+            for graph in (emitted.forward, emitted.backward) for n in graph.nodes
             if n.op in ("call_method", "call_function")
         ]  # fmt: skip
         assert "\n".join(lines) == GOLDEN

@@ -51,7 +51,7 @@ def test_every_collective_that_a_rank_issues_is_waited_for(seed: int) -> None:
     for rank in range(4):
         emitted = emit(plan, rank, torch.device("cpu"))
         for code in (emitted.forward, emitted.backward):
-            for node in code.graph.nodes:
+            for node in code.nodes:
                 assert node.target != "issue" or _waited(node)
 
 

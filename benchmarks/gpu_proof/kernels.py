@@ -115,8 +115,8 @@ def kernel_seconds(plan: Plan, single: Single, device: torch.device) -> dict[str
 class _Marked:
     """A function ``(ctx, args)`` that runs a graph and marks each operator for the profiler."""
 
-    def __init__(self, code: fx.GraphModule, makers: Mapping[str, str]) -> None:
-        with_native_calls(code.graph)
+    def __init__(self, code: fx.Graph, makers: Mapping[str, str]) -> None:
+        with_native_calls(code)
         self._code, self._makers = code, makers
 
     def __call__(self, ctx: Context, args: list[Any]) -> list[Tensor]:
@@ -126,8 +126,8 @@ class _Marked:
 
 
 class _Interpreter(fx.Interpreter):
-    def __init__(self, code: fx.GraphModule, makers: Mapping[str, str]) -> None:
-        super().__init__(code)
+    def __init__(self, code: fx.Graph, makers: Mapping[str, str]) -> None:
+        super().__init__(torch.nn.Module(), graph=code)
         self._makers = makers
 
     def run_node(self, n: fx.Node) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -16,12 +16,17 @@ _CACHED = type(functools.lru_cache(len))
 
 
 @contextlib.contextmanager
-def no_fakes_in_caches() -> Iterator[None]:
-    """Clear the caches of functions that hold tensors without data at the end of the context."""
+def no_fakes_in_caches(some_live: Callable[[], bool]) -> Iterator[None]:
+    """Clear the caches of functions that hold tensors without data at the end of the context.
+
+    Args:
+        some_live: whether anything holds a tensor that was made in the context. To look through all objects
+            takes as long as a small model's trace.
+    """
     try:
         yield
     finally:
-        for cached in gc.get_objects():
+        for cached in gc.get_objects() if some_live() else ():
             if type(cached) is _CACHED and any(map(_holds_fake, gc.get_referents(cached))):
                 cached.cache_clear()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
@@ -30,6 +31,12 @@ class OperatorLog(torch_private.TorchDispatchMode):
         self._stop: int | None = None
         # Number of a storage -> how its constants were made, and the storage, so that it stays.
         self._made: dict[int, tuple[str, Any]] = {}
+        self._results: list[weakref.ref[Tensor]] = []
+
+    def results_live(self) -> bool:
+        """Return whether something holds a tensor that one of the operators made."""
+        self._results = [result for result in self._results if result() is not None]
+        return bool(self._results)
 
     def is_constant(self, tensor: Tensor) -> bool:
         known = torch_private.storage_number(tensor) in self._made
@@ -62,6 +69,8 @@ class OperatorLog(torch_private.TorchDispatchMode):
         drawn = one and torch.Tag.nondeterministic_seeded in func.tags
         constant = one and not drawn and all(map(self.is_constant, given))
         result = func(*args, **named)
+        if not (one and func._schema.is_mutable):
+            self._results += map(weakref.ref, _tensors(result))
         if not constant:
             if func is not torch_private.DEVICE_OF:  # asked once for each tensor, no computation
                 if len(self.seen) == self._stop:

@@ -157,14 +157,15 @@ def captured(
     parts = torch_private.attention_in_parts()
     packed, scattered = packed_in_one_call(step.module), features_scattered(step.module)
     grad = torch.set_grad_enabled(torch.is_grad_enabled())  # a trace that fails may leave it off
+    log = OperatorLog()
     with (
-        no_fakes_in_caches(), grad, mode, gc_paused(), casts_of_cuda(), parts, experts_by_row(), layers,
+        no_fakes_in_caches(log.results_live), grad, mode, gc_paused(), casts_of_cuda(), parts, experts_by_row(), layers,
         packed, scattered,
     ):  # fmt: skip
         with dynamo_private.as_if_compiling():
             skip = torch_private.data_dependent_errors()
             given = nn.ModuleList([step.module, module])  # hooks may change the original
-            numbers, attributes, log = numbers_of(given), Attributes(step.module), OperatorLog()
+            numbers, attributes = numbers_of(given), Attributes(step.module)
             with log, torch_private.known_numbers():
                 with watched(kinds, log) as calls:
                     check_loss(lambda: step(*tensors), raised_at, skip)

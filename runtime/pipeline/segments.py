@@ -247,14 +247,12 @@ def _with_last_turn(
 Run = Callable[[Context, list[Any]], Sequence[Tensor]]
 
 
-def emitted(
-    emitter: Emitter, layout: SegmentLayout, *, last: bool
-) -> dict[StageSegment, fx.GraphModule]:
+def emitted(emitter: Emitter, layout: SegmentLayout, *, last: bool) -> dict[StageSegment, fx.Graph]:
     """Return the graph of each segment that has instructions; ``last``: the last turn's too."""
     return {
         segment: emitter.segment(
             layout.numbers[segment], layout.given[segment], layout.results[segment],
-            segment.name.capitalize(), pending=segment is StageSegment.LAST_TURN,
+            pending=segment is StageSegment.LAST_TURN,
         )
         for segment in StageSegment
         if layout.numbers[segment] and (last or segment is not StageSegment.LAST_TURN)
@@ -262,10 +260,7 @@ def emitted(
 
 
 def executables(
-    graphs: Mapping[StageSegment, fx.GraphModule],
-    backend: str,
-    device: torch.device,
-    library: Library,
+    graphs: Mapping[StageSegment, fx.Graph], backend: str, device: torch.device, library: Library
 ) -> dict[StageSegment, Run]:
     """Return the function of each segment; the graphs are modified."""
     return {s: executable(graph, backend, device, library) for s, graph in graphs.items()}
