@@ -19,6 +19,10 @@ if "XDG_CACHE_HOME" not in os.environ:  # rows that are discovered, see hap.rule
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="hap-tests-cache-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
+if "HAP_TESTS_GRAPHS" not in os.environ:  # workers share captured graphs, see tests.random_plans
+    os.environ["HAP_TESTS_GRAPHS"] = tempfile.mkdtemp(prefix="hap-tests-graphs-")
+    atexit.register(shutil.rmtree, os.environ["HAP_TESTS_GRAPHS"], ignore_errors=True)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     wanted = [item for item in items if item.get_closest_marker("gpu")]

@@ -6,11 +6,14 @@ include zeros and primes, so ranks without a share and odd cuts are common.
 
 from __future__ import annotations
 
+import json
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -96,15 +99,32 @@ def make_case(
 
 @cache
 def benchmark_case(file: str, variant: str) -> Case:
-    """Return a variant of a model of ``benchmarks/models``, captured at most once per process."""
+    """Return a variant of a model of ``benchmarks/models``, captured at most once in a run of tests."""
     module = import_module(f"benchmarks.models.{file}")
     torch.manual_seed(0)
     model, batch = getattr(module, variant)(), getattr(module, f"{variant}_batch")()
     loss = getattr(module, "loss", None)
     return Case(
         model=model, batch=batch, loss=loss, optimizer=getattr(module, "optimizer", adamw),
-        captured=lambda: build_space(capture(model, batch, loss)),
+        captured=lambda: build_space(
+            _kept(f"{file}-{variant}", lambda: capture(model, batch, loss))
+        ),
     )  # fmt: skip
+
+
+def _kept(name: str, make: Callable[[], Graph]) -> Graph:
+    """Return a graph that a process of this run of tests has made, or make it."""
+    folder = os.environ.get("HAP_TESTS_GRAPHS")
+    if folder is None:
+        return make()
+    file = Path(folder) / f"{name}.json"
+    if file.exists():
+        return Graph.from_json(json.loads(file.read_text()))
+    graph = make()
+    new = file.with_suffix(f".{os.getpid()}")
+    new.write_text(json.dumps(graph.to_json()))
+    new.rename(file)
+    return graph
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
