@@ -6,7 +6,9 @@ PYTEST_DONT_REWRITE: a rewritten ``assert`` in a forward would branch otherwise.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,8 @@ from hap.capture.tracing import capture
 from hap.errors import ModelError
 from hap.rule_sources import with_rules
 from tests.random_plans import make_case, random_plan, verdict
+
+LOGGER = logging.getLogger(__name__)
 
 
 class Net(nn.Module):
@@ -190,8 +194,18 @@ def fields_of_a_loss(net: Net, x: Tensor) -> Tensor:
     )
 
 
+def messages(net: Net, x: Tensor) -> Tensor:
+    y = net.layer(x)
+    print("shape", y.shape, f"mean {y.mean().item():.3f}")
+    logging.info("mean %s", y.mean())
+    LOGGER.debug("mean %s", y.mean())
+    if x.shape[0] < 8:
+        warnings.warn(f"few rows: {x.shape}", UserWarning, stacklevel=2)
+    return y.square().mean()
+
+
 CAPTURED = (
-    fields_of_a_loss, tensor_as_dims, numpy_check, branch_on_numbers, written_through_a_view, check_of_data,
+    messages, fields_of_a_loss, tensor_as_dims, numpy_check, branch_on_numbers, written_through_a_view, check_of_data,
     check_inside_of_with, class_of_weight, needless_no_grad, gradient_penalty, input_asks_for_gradient, kept_table,
     kept_in_a_list, kept_in_a_dict, kept_in_a_buffer, kept_beside_results, mean_over_a_count, scaled_by_the_largest,
     arithmetic_of_numbers, number_of_a_buffer, tensors_of_numbers, numbers_of_linspace, number_written_into_zeros, asserts,

@@ -302,6 +302,36 @@ def check_batch(entries: Mapping[str, Tensor]) -> None:
             raise ModelError(f"{where} is {kind}", hint="return a dense tensor from batch()")
 
 
+_ARGUMENTS = (
+    "the forward gets every entry of the batch: let it take the labels too, as in "
+    "forward(self, x, y=None), where loss(output, batch) reads them"
+)
+_DEVICE = "name no device in the forward: tensors belong on that of its arguments"
+_HINTS = {
+    "positional argument": _ARGUMENTS,
+    "unexpected keyword": _ARGUMENTS,
+    "FlexAttention": "a plan is made and verified on the CPU: call scaled_dot_product_attention, with a mask",
+    "Sparse": "programs have dense tensors alone: a product with a sparse matrix is "
+    "torch.zeros(rows, D).index_add(0, row, values[:, None] * x[column])",
+    ".numpy() is not supported": "compute with torch: NumPy needs the numbers of a tensor, and a plan is made "
+    "without data",
+    "not linked with support for cuda": _DEVICE,
+    "Found no NVIDIA driver": _DEVICE,
+    "process group": "write the forward for one device: the plan adds the collectives",
+}
+_HINT = "the model must run on the batch that batch() returns"
+
+
+def check_backward(step: nn.Module) -> None:
+    """Raise ``ModelError`` if the forward has called ``backward``: parameters have gradients after it."""
+    if any(parameter.grad is not None for parameter in step.parameters()):
+        raise ModelError(
+            "the forward calls backward()",
+            hint="return the loss alone: the plan computes its gradients. A gradient that the loss reads is "
+            "torch.autograd.grad(..., create_graph=True)",
+        )
+
+
 def check_loss(
     run: Callable[[], object], where: Callable[[Exception], str], skip: tuple[type[Exception], ...]
 ) -> None:
@@ -325,21 +355,10 @@ def check_loss(
             return
         if isinstance(error, AttributeError | KeyError) and "loss" in str(error):
             raise ModelError(f"the forward returns no loss: {error}", hint=fix) from error
-        hint = "the model must run on the batch that batch() returns"
-        if "positional argument" in str(error) or "unexpected keyword" in str(error):
-            hint = (
-                "the forward gets every entry of the batch: let it take the labels too, as in "
-                "forward(self, x, y=None), where loss(output, batch) reads them"
-            )
-        if "FlexAttention" in str(error):
-            hint = "a plan is made and verified on the CPU: call scaled_dot_product_attention, with a mask"
-        if "Sparse" in str(error):
-            hint = (
-                "programs have dense tensors alone: a product with a sparse matrix is "
-                "torch.zeros(rows, D).index_add(0, row, values[:, None] * x[column])"
-            )
         raise ModelError(
-            f"the forward fails: {type(error).__name__}: {error}", where=where(error), hint=hint
+            f"the forward fails: {type(error).__name__}: {error}",
+            where=where(error),
+            hint=next((hint for part, hint in _HINTS.items() if part in str(error)), _HINT),
         ) from error
     if not isinstance(value, Tensor):
         raise ModelError(f"the loss is a {type(value).__name__}, not a tensor", hint=fix)

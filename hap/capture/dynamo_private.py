@@ -56,13 +56,11 @@ def dynamo_graph(
     dynamo.reset()
     with unset_fake_temporarily():  # it runs operators, at the first operator inside of vmap
         populate_builtin_to_tensor_fn_map()
-    # Libraries add methods to Logger (warning_once); none changes the program.
-    loggers = {f for f in vars(logging.Logger).values() if callable(f)}
     try:
         with (
             warnings.catch_warnings(),
             dynamo.config.patch(
-                ignore_logging_functions=loggers, allow_rnn=True, trace_autograd_ops=True
+                ignore_logging_functions=_messages(), allow_rnn=True, trace_autograd_ops=True
             ),
             _autocast_of_any_device(),
             _without_hints(),
@@ -81,6 +79,16 @@ def dynamo_graph(
         raise GraphBreak(error, isinstance(error, data_dependent_errors())) from error
     captured.meta["sizes"] = sizes
     return captured
+
+
+def _messages() -> set[Callable[..., Any]]:
+    """Return the functions that write messages, which change no program.
+
+    Libraries add methods to Logger (warning_once).
+    """
+    names = ("debug", "info", "warning", "error", "critical", "exception", "log")
+    of_loggers = {f for f in vars(logging.Logger).values() if callable(f)}
+    return {print, warnings.warn, *(getattr(logging, name) for name in names), *of_loggers}
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from hap.capture import dynamo_private, regions_private, torch_private
 from hap.capture.hidden_tensors import not_differentiated
@@ -19,7 +19,7 @@ from hap.capture.logical_operators import name_logical
 from hap.capture.padding import keep_all_rows
 from hap.capture.read_numbers import numbers_as_tensors
 from hap.capture.repeated_layers import copy_repeated
-from hap.capture.source_lines import line_of
+from hap.capture.source_lines import line_of, source_of
 from hap.errors import HapError, ModelError, PlanningStopped
 
 _LOGGER = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ def _traced(
     graph = dynamo_private.dynamo_graph(step, tensors, kinds, calls)
     if asked := graph.meta["sizes"].asked:
         _check_rows_needed(step, tensors, len(asked))
+    _check_replaced_data(graph.graph)
     name_known(graph)
     keep_all_rows(graph)
     numbers_as_tensors(graph)
@@ -83,6 +84,19 @@ def _check_rows_needed(step: nn.Module, tensors: Any, asked: int) -> None:
         if not any(loss.requires_grad for loss in losses):
             return
     dynamo_private.dynamo_graph(step, tensors, no_rows=None)
+
+
+def _check_replaced_data(graph: fx.Graph) -> None:
+    """Raise ``ModelError`` if the forward gives new memory to a tensor that the model holds."""
+    for node in graph.nodes:
+        given: Any = node.args[0] if node.target == Tensor.set_ else None
+        if given is not None and given.op == "placeholder":
+            raise ModelError(
+                "the forward replaces the data of a parameter, a buffer or the batch",
+                where=source_of(node),
+                hint="write into a buffer, self.b.copy_(...), in place of self.b.data = ...; "
+                "only the optimizer changes parameters",
+            )
 
 
 def _differentiated(traced: fx.GraphModule, tensors: Any, module: nn.Module) -> torch_private.Joint:

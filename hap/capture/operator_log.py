@@ -95,6 +95,8 @@ class OperatorLog(torch_private.TorchDispatchMode):
             elif made := self._made.get(torch_private.storage_number(value)):
                 data = made[0], value.stride(), value.storage_offset()
             return value.dtype, tuple(value.shape), data
+        if isinstance(value, torch.Generator):
+            return "a generator"
         return [self._told(v) for v in value] if isinstance(value, list | tuple) else value
 
 

@@ -23,6 +23,7 @@ from hap.capture.autocast_policy import casts_of_cuda
 from hap.capture.captured_step import CapturedStep
 from hap.capture.checks import (
     changed_number,
+    check_backward,
     check_batch,
     check_gradient_hooks,
     check_hooks,
@@ -169,6 +170,7 @@ def captured(
             with log, torch_private.known_numbers():
                 with watched(kinds, log) as calls:
                     check_loss(lambda: step(*tensors), raised_at, skip)
+                check_backward(step)
                 seen = log.take()
                 counter = changed_number(numbers, numbers_of(given)).partition(".")[2]
                 kept = attributes.kept()  # of use to the next forward, or to this one alone

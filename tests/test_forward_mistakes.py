@@ -1,0 +1,76 @@
+"""What a forward must not do: each mistake is named, at its line, with what to write in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hap.capture.tracing import capture
+from hap.errors import ModelError
+
+
+class Net(nn.Module):
+    def __init__(self, forward: Callable[[Net, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.run = nn.Linear(4, 4), forward
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def backward(net: Net, x: Tensor) -> Tensor:
+    loss = net.layer(x).square().mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
+def new_data_of_a_buffer(net: Net, x: Tensor) -> Tensor:
+    net.scale.data = torch.full((4,), 2.0)
+    return (net.layer(x) * net.scale).square().mean()
+
+
+def new_data_of_a_parameter(net: Net, x: Tensor) -> Tensor:
+    net.layer.weight.data = net.layer.weight.data * 0.99
+    return net.layer(x).square().mean()
+
+
+def numbers_for_numpy(net: Net, x: Tensor) -> Tensor:
+    return (net.layer(x) * torch.from_numpy(x.numpy() > 0)).square().mean()
+
+
+def a_device(net: Net, x: Tensor) -> Tensor:
+    return net.layer(x.to("cuda")).square().mean()
+
+
+def a_collective(net: Net, x: Tensor) -> Tensor:
+    y = net.layer(x)
+    dist.all_reduce(y)
+    return y.square().mean()
+
+
+MISTAKES = {
+    backward: ("the forward calls backward()", "return the loss alone", False),
+    new_data_of_a_buffer: ("the forward replaces the data", "copy_", True),
+    new_data_of_a_parameter: ("the forward replaces the data", "only the optimizer", True),
+    numbers_for_numpy: (".numpy() is not supported", "compute with torch", True),
+    a_device: ("the forward fails", "name no device in the forward", True),
+    a_collective: ("the forward fails", "the plan adds the collectives", True),
+}
+
+
+@pytest.mark.parametrize("forward", MISTAKES, ids=lambda f: f.__name__)
+def test_a_mistake_is_told_with_its_line_and_what_to_write(forward: Any) -> None:
+    if forward is a_device and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device, which the forward finds")
+    text, hint, located = MISTAKES[forward]
+    with pytest.raises(ModelError) as caught:
+        capture(Net(forward), torch.randn(6, 4))
+    assert text in str(caught.value)
+    assert hint in caught.value.hint
+    assert ("test_forward_mistakes.py:" in caught.value.where) == located
