@@ -33,6 +33,7 @@ LARGEST = 1 << 27
 def simplify_masks(graph: fx.Graph) -> None:
     """Replace constant masks in a graph of a step, and remove what only made them."""
     constants = _Constants()
+    known = dict[Any, bool | None]()  # layers read one mask, or views of it
     replaced = list[fx.Node]()
     for node in graph.nodes:
         at, flag = SDPA.get(node.target, (0, 0))
@@ -40,10 +41,16 @@ def simplify_masks(graph: fx.Graph) -> None:
         if not isinstance(mask, fx.Node) or node.args[flag]:
             continue
         seen = constants.of(mask)
-        if seen is None or not (_all(seen) or _causal(seen, node.args[at - 2].meta["val"])):
+        if seen is None:
+            continue
+        keys = node.args[at - 2].meta["val"].shape[-2]
+        key = seen.data_ptr(), seen.shape, seen.stride(), seen.dtype, keys
+        if key not in known:
+            known[key] = False if _all(seen) else True if _causal(seen, keys) else None
+        if known[key] is None:
             continue
         args = list(node.args)
-        args[at], args[flag] = None, not _all(seen)
+        args[at], args[flag] = None, known[key]
         node.args = tuple(args)
         replaced.append(mask)
     _remove_unread(graph, replaced)
@@ -64,9 +71,8 @@ def _all(mask: Tensor) -> bool:
     return bool((mask if mask.dtype == torch.bool else mask == 0).all())
 
 
-def _causal(mask: Tensor, keys: Tensor) -> bool:
-    """Return whether a mask, in compact form, lets each query attend to the keys up to its own."""
-    length = keys.shape[-2]
+def _causal(mask: Tensor, length: int) -> bool:
+    """Return whether a mask of this many keys, in compact form, lets each query attend to those up to its own."""
     if mask.dim() < 2 or mask.numel() != length**2 or tuple(mask.shape[-2:]) != (length, length):
         return False
     blocked = torch.ones(length, length, dtype=torch.bool).triu(1)
