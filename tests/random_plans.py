@@ -39,7 +39,7 @@ from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.cost.serial_cost import choose_implementations, simulate
 from hap.synthesizer.rules.rule_table import Row
-from hap.synthesizer.schedule.list_scheduler import orders
+from hap.synthesizer.schedule.list_scheduler import Orders
 from hap.synthesizer.search.cost_tables import Problem
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.shares.storage_sharding import with_storage_axes
@@ -239,9 +239,8 @@ def random_order(
     """Return the program in one of the orders of the list scheduler."""
     cost = CostModel(space.graph, program.own_axes(), HardwareModel(cluster), shares, 2)
     program = choose_implementations(space.graph, program, cost) if rng.random() < 0.5 else program
-    return rng.choice(
-        [order.program for order in orders(space.graph, simulate(space.graph, program, cost), cost)]
-    )
+    found = Orders(space.graph, simulate(space.graph, program, cost), cost)
+    return rng.choice(list(found.all())).made()
 
 
 def verdict(case: Case, plan: Plan, **options: Any) -> Verdict:
