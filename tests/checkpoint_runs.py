@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hap
+from hap.capture.tracing import capture
 from hap.ir.batch import call
 from hap.ir.plan import Plan
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.hap_module import HapModule
-from tests.random_plans import Case, make_case
+from hap.synthesizer.search.program_space import build_space
+from tests.random_plans import Case, adamw
 
 CPU = torch.device("cpu")
 ROWS = 12
@@ -53,7 +55,11 @@ class Net(nn.Module):
 @cache
 def net() -> Case:
     torch.manual_seed(0)
-    return make_case(Net().double(), data(0))
+    model, batch = Net().double(), data(0)
+    return Case(
+        model=model, batch=batch, loss=None, optimizer=adamw,
+        captured=lambda: build_space(capture(model, batch)),
+    )  # fmt: skip
 
 
 def data(step: int) -> Tensor:
