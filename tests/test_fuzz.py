@@ -31,7 +31,7 @@ SMALL = Recipe(
 
 @pytest.mark.slow
 @settings(
-    max_examples=20, derandomize=True, deadline=None, database=None,
+    max_examples=10, derandomize=True, deadline=None, database=None,
     suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink],
 )  # fmt: skip
 @given(recipes())
@@ -77,5 +77,5 @@ def test_an_ill_conditioned_module_is_no_failure() -> None:
             "return loss",
         ],
     })  # fmt: skip
-    found = {check(Recipe.from_json({**cancelled.to_json(), "seed": seed})) for seed in range(4)}
-    assert Outcome.ROUNDING in found
+    found = (check(Recipe.from_json({**cancelled.to_json(), "seed": seed})) for seed in range(4))
+    assert Outcome.ROUNDING in found  # until the first one

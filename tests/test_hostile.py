@@ -12,20 +12,21 @@ import pytest
 
 from benchmarks.hostile.__main__ import all_cases, sample
 from benchmarks.hostile.case import run
+from benchmarks.mutations import subjects, trial
 from benchmarks.mutations.judge import FALSE_EQUAL, HANG, TRACEBACK
 from benchmarks.mutations.trial import trials
 from benchmarks.time_limit import TooLongError, limited
 from hap.errors import InputError
 from hap.files import check_output, read_whole, write_whole
 
-CASES, MUTANTS = 50, 18
+CASES, MUTANTS = 30, 18
 
 
 @pytest.mark.slow
 def test_hostile_inputs_are_answered_by_one_paragraph(tmp_path: Path) -> None:
     cases = all_cases(tmp_path / "good", plans=60)
     assert len(cases) >= 500
-    chosen = sample(cases, CASES, seed=1)
+    chosen = sample(cases, CASES, seed=5)
     assert {case.kind for case in chosen} == {"model", "cluster", "plan", "command"}
     outcomes = [run(case, tmp_path / str(k)) for k, case in enumerate(chosen)]
     bad = [f"{o.case.kind}, {o.case.name}: {o.problem}" for o in outcomes if o.problem]
@@ -34,7 +35,11 @@ def test_hostile_inputs_are_answered_by_one_paragraph(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_mutated_plans_are_refused_or_fail_or_are_equal(tmp_path: Path) -> None:
+def test_mutated_plans_are_refused_or_fail_or_are_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subjects, "MODELS", ("mlp", "normed"))
+    monkeypatch.setattr(trial, "subjects", partial(subjects.subjects, seeds=2))
     found = list(trials(MUTANTS, 1, tmp_path / "plan.json", limit_s=60))
     assert len(found) == MUTANTS
     bad = [t for t in found if t.outcome in (FALSE_EQUAL, HANG, TRACEBACK)]

@@ -18,9 +18,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hap.cli import profiling
+from hap.cli.commands import main
 from hap.cluster.cluster_file import load_cluster
 from hap.cluster.device import Device
 from hap.cluster.link import IMPLEMENTATIONS
@@ -391,12 +393,9 @@ def test_two_ranks_are_profiled_planned_for_and_resumed(tmp_path: Path) -> None:
     assert set(loaded.collectives) == set(IMPLEMENTATIONS)
     assert all("measured 20" in d.source["flops_per_s.float32"] for d in loaded.devices)
     assert [p for p in tmp_path.iterdir() if ".part" in p.name] == []
-    plan = subprocess.run(
-        [sys.executable, "-m", "hap.cli", "plan", str(ROOT / "benchmarks/models/mlp.py:tiny"),
-         "--cluster", str(output), "-o", str(tmp_path / "plan.json")],
-        capture_output=True, text=True, cwd=ROOT, timeout=300,
-    )  # fmt: skip
-    assert plan.returncode == 0, plan.stderr
+    words = ["plan", str(ROOT / "benchmarks/models/mlp.py:tiny"), "--cluster", str(output)]
+    plan = CliRunner().invoke(main, [*words, "-o", str(tmp_path / "plan.json")])
+    assert plan.exit_code == 0, plan.stderr
 
     lines = settings.samples.read_text().splitlines(keepends=True)
     settings.samples.write_text("".join(lines[:-2]) + lines[-2][:30])

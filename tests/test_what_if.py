@@ -331,11 +331,10 @@ def test_kept_plans_give_the_same_answers(folder: Path) -> None:
     again = what_if(*command)
     assert again.stdout == first.stdout
     assert "4 of 4 plans are repeated, or kept from before" in again.stderr
-    for file in kept:
-        file.write_text("{}")
+    kept[0].write_text("{}")
     damaged = what_if(*command)
     assert damaged.stdout == first.stdout
-    assert "a kept plan is damaged" in damaged.stderr
+    assert damaged.stderr.count("a kept plan is damaged") == 1
 
 
 @pytest.mark.slow
