@@ -1,13 +1,15 @@
-"""The architectures of benchmarks.zoo: captured, and equal to one device under random plans.
+"""Architectures of benchmarks.zoo: captured, and equal to one device under random plans.
 
-``python -m benchmarks.coverage`` checks more: all world sizes, and the full sizes.
+``python -m benchmarks.coverage`` checks more: all of them, all world sizes, and the full sizes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from functools import cache, partial
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from benchmarks import coverage
 from benchmarks.coverage import by_chance, case_of, entries, plan, unlike, verify
 from benchmarks.coverage_document import document
 from benchmarks.coverage_results import figures
-from benchmarks.zoo import optional
+from benchmarks.zoo import Entry, native, optional
 from benchmarks.zoo.optional import missing
 from hap.ir.placement import P, R
 from hap.runtime.values import set_apart
@@ -26,7 +28,7 @@ from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.planner import choose
 from hap.synthesizer.search import bucket_elimination, engines
 from hap.synthesizer.search.program_space import NARROW, SHARED, build_space
-from tests.random_plans import benchmark_case, make_case, random_plan, two_machines, verdict
+from tests.random_plans import Case, make_case, random_plan, two_machines, verdict
 
 PACKAGES = ("torchvision", "timm")
 """Families of the zoo whose package is optional."""
@@ -35,24 +37,73 @@ FAST = ("qwen2", "dlrm", "timm/vit_tiny_patch16_224", "torchvision/VisionTransfo
 ALIKE = (
     "bart", "beit", "bert", "bert-moe", "blip-2", "bloom", "deit", "distilbert", "electra", "falcon", "fnet", "gemma",
     "gemma3", "gpt-neox", "gpt-oss", "gpt2", "hubert", "internvl", "llama", "llava", "mistral", "mixtral",
-    "paligemma", "qwen2-moe", "qwen2-vl", "qwen2.5-vl",
-    "nn.Transformer", "nn.TransformerDecoder", "nn.TransformerEncoder", "opt", "phi", "plain-gpt",
-    "roberta", "t5", "vit", "wav2vec2",
+    "paligemma", "qwen2-moe", "qwen2-vl", "qwen2.5-vl", "qwen3-moe",
+    "nn.GRU", "nn.LSTM", "nn.Transformer", "nn.TransformerDecoder", "nn.TransformerEncoder",
+    "opt", "phi", "plain-gpt", "roberta", "t5", "vit", "wav2vec2",
 )  # fmt: skip
 """Built as others here are, or as the models of other tests."""
+SHARED_LAYERS = "albert"
+"""Its weights are those of :class:`Shared`."""
 
 SLOW = [
     name for name, entry in entries().items()
-    if entry.family not in PACKAGES and name not in (*FAST, *ALIKE)
+    if entry.family not in PACKAGES and name not in (*FAST, *ALIKE, SHARED_LAYERS)
 ]  # fmt: skip
 SAMPLE = ("timm/convnext_atto", "timm/cait_xxs24_224", "timm/test_efficientnet")
 """``python -m benchmarks.coverage`` runs all of them."""
+
+ONE_LAYER = {"num_hidden_layers": 1}
+SEEING = {"text_config": ONE_LAYER, "vision_config": {"depth": 1}}
+SMALLER: dict[str, dict[str, Any]] = {
+    "clip": {"text_config": ONE_LAYER, "vision_config": ONE_LAYER},
+    "convnext": {"hidden_sizes": [8, 12], "depths": [1, 1], "num_stages": 2},
+    "deberta-v2": ONE_LAYER,
+    "deepseek-v3": ONE_LAYER | {"first_k_dense_replace": 0},
+    "glm-4v": SEEING,
+    "llama4": ONE_LAYER,
+    "mamba": ONE_LAYER,
+    "qwen2": ONE_LAYER,
+    "qwen3-vl": SEEING,
+    "resnet": {"depths": [1, 1]},
+    "segformer": {
+        "num_encoder_blocks": 2, "hidden_sizes": [8, 16], "depths": [1, 1], "sr_ratios": [4, 1],
+        "num_attention_heads": [1, 2], "patch_sizes": [7, 3], "strides": [4, 2], "mlp_ratios": [4, 4],
+    },
+    "swin": {"depths": [2, 1]},
+    "wav2vec2-ctc": ONE_LAYER,
+    "whisper": {"encoder_layers": 1, "decoder_layers": 1},
+}  # fmt: skip
+"""Fewer layers, with all that an architecture brings: what the configuration sets instead."""
+
+
+def merged(options: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with the others in place of them, also inside of parts."""
+    inside = {
+        key: merged(options[key], value)
+        for key, value in other.items() if isinstance(value, dict)
+    }  # fmt: skip
+    return options | other | inside
+
+
+def smaller(entry: Entry) -> Entry:
+    """Return an architecture with fewer layers, if :data:`SMALLER` names it."""
+    if entry.name not in SMALLER:
+        return entry
+    build, (options, rows) = entry.tiny.func, entry.tiny.args  # type: ignore[attr-defined]
+    tiny = partial(build, merged(options, SMALLER[entry.name]), rows)
+    return dataclasses.replace(entry, tiny=tiny)
+
+
+@cache
+def case_named(name: str) -> Case:
+    case: Case = case_of(smaller(entries()[name]))
+    return case
 
 
 def check(name: str) -> None:
     if reason := missing(entries()[name].requires):
         pytest.skip(reason)
-    case = case_of(entries()[name])
+    case = case_named(name)
     world = 2 + sum(map(ord, name)) % 4
     seen = verdict(case, by_chance(case, world))
     assert seen.ok, (world, seen.first_bad)
@@ -71,7 +122,7 @@ def test_every_architecture_computes_what_one_device_does(name: str) -> None:
 
 
 def test_what_other_tests_cover_is_named_as_in_the_zoo() -> None:
-    assert set(ALIKE) <= set(entries())
+    assert {*ALIKE, SHARED_LAYERS, *SMALLER} <= set(entries())
 
 
 def test_names_are_unique_and_the_families_are_all_there() -> None:
@@ -102,9 +153,9 @@ class Sizes(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [30522, 50265])
-def test_sizes_need_not_divide(words: int) -> None:
+def test_sizes_need_not_divide() -> None:
     """8 ranks share 12 heads, a large vocabulary and a batch of 3 rows."""
+    words = 50265
     torch.manual_seed(0)
     case = make_case(Sizes(words), torch.randint(words, (3, 5)))
     assert {axis.units for axis in case.space.axes.axes.values()} >= {words, 12, 3}
@@ -153,19 +204,31 @@ def test_a_weight_that_many_layers_share_need_not_tie_them() -> None:
         assert made.pair.fits
 
 
+class Positions(nn.Module):
+    """Rows times a table of five positions, whose axis is of no parameter and not of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.table = nn.Linear(6, 4), nn.Embedding(7, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.first(x) @ self.table(torch.arange(5)).t()).square().mean()
+
+
 @pytest.mark.slow
 def test_a_graph_that_is_too_entangled_is_searched_in_a_narrower_space(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = case_of(entries()["graph"])
+    case = case_named("graph")
     whole, shared, inner, batch = (
         set(build_space(case.graph, narrow=k).axes.axes) for k in range(len(NARROW))
     )
     assert whole == shared >= inner > batch
     assert {axis.units for axis in build_space(case.graph, narrow=3).axes.axes.values()} == {6}
-    t5 = benchmark_case("t5", "tiny").space.graph
-    shared, inner = (build_space(t5, narrow=k).axes.axes.keys() for k in (1, 2))
-    assert shared > inner
+    table = make_case(Positions(), torch.randn(3, 6)).graph
+    shared, inner = (build_space(table, narrow=k).axes.axes for k in (1, 2))
+    assert shared.keys() > inner.keys()
+    assert [axis.units for name, axis in shared.items() if name not in inner] == [5]
     monkeypatch.setattr(bucket_elimination, "LARGEST_TABLE", 2_000)
     monkeypatch.setattr(engines, "SMALL", 0)  # no A* before the narrower spaces
     said: list[str] = []
@@ -278,12 +341,12 @@ def test_an_unlike_cluster_has_two_kinds() -> None:
 
 @pytest.mark.slow
 def test_stages_report_what_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = entries()["graph"]
+    built = partial(native.graphs, 10, 24, 1, 7, 6, 9)
+    small = dataclasses.replace(entries()["graph"], full=built, tiny=built)
+    monkeypatch.setattr(coverage, "entries", lambda: {"graph": small})
     monkeypatch.setattr(coverage, "WORLDS", (2,))
     found = verify("graph")
     assert found["ok"] and found["plans"] == 2 and found["error"] < 1e-9
-    small = dataclasses.replace(entry, full=entry.tiny, tiny=entry.tiny)
-    monkeypatch.setattr(coverage, "entries", lambda: {"graph": small})
     monkeypatch.setattr(coverage, "CLUSTER", two_machines(2))
     found = plan("graph")
     assert found["ok"] and found["parameters"] > 0 and found["step_s"] > 0
