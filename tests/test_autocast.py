@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,11 @@ def products(graph: Graph) -> set[str]:
 @pytest.mark.parametrize("device", ["", "cpu", "cuda"])
 def test_products_are_in_half_precision_and_parameters_are_not(device: str, dtype: str) -> None:
     """The plan requests autocast, or the forward requests it for the CPU or for CUDA."""
-    model = Attention(device, getattr(torch, dtype) if device else None)
-    graph = capture(model, words(), autocast="" if device else dtype)
+    graph = half_case(device, dtype).graph
     assert products(graph) == {dtype}
     assert {graph.tensors[o].dtype for o in graph.gradients.values()} == {"float32"}
     assert graph.tensors[graph.loss].dtype == "float32"
-    assert products(capture(Attention(), words())) == {"float32"}
+    assert products(single_precision()) == {"float32"}
 
 
 @pytest.mark.slow
@@ -88,17 +88,18 @@ def test_programs_are_right_in_float64(device: str) -> None:
         assert found.ok, (world, seed, wrong[:4])
 
 
-def half_case(device: str = "", dtype: str = "bfloat16") -> Case:
-    from hap.synthesizer.search.program_space import build_space
+@cache
+def single_precision() -> Graph:
+    return capture(Attention(), words())
 
+
+@cache
+def half_case(device: str = "", dtype: str = "bfloat16") -> Case:
     torch.manual_seed(0)
     model = Attention(device, getattr(torch, dtype) if device else None)
-    if device:
-        return make_case(model, words())
-    base = make_case(Attention(), words())
-    graph = capture(model, words(), autocast=dtype)
-    return Case(model=model, batch=words(), loss=None, optimizer=base.optimizer,
-                captured=lambda: build_space(graph))  # fmt: skip
+    return make_case(
+        model, words(), graph=capture(model, words(), autocast="" if device else dtype)
+    )
 
 
 @pytest.mark.slow
@@ -145,7 +146,7 @@ def test_prices_know_the_dtypes() -> None:
     def bytes_of_products(graph: Graph) -> float:
         return sum(node_work(n, graph).bytes for n in graph.nodes if n.op == LINEAR)
 
-    single, half = capture(Attention(), words()), capture(Attention(), words(), autocast="bfloat16")
+    single, half = single_precision(), half_case().graph
     assert bytes_of_products(half) == pytest.approx(bytes_of_products(single) / 2)
     dtypes = {node_work(n, half).dtype for n in half.nodes if n.op == LINEAR}
     assert dtypes == {"bfloat16"}
@@ -234,9 +235,9 @@ def trained(plan: Plan, file: Any, model: nn.Module, comm: Comm) -> list[float]:
 @pytest.mark.slow
 def test_another_precision_is_another_program(tmp_path: Path) -> None:
     plan = hap.plan(Attention(), words(), two_machines(2), autocast="bfloat16")
-    plan.check_model(capture(Attention(), words(), autocast="bfloat16"))
+    plan.check_model(half_case().graph)
     with pytest.raises(InputError, match="not the one that was planned"):
-        plan.check_model(capture(Attention(), words()))
+        plan.check_model(single_precision())
 
 
 def test_unknown_dtypes_are_refused(tmp_path: Path) -> None:

@@ -47,10 +47,15 @@ def batch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-@pytest.mark.parametrize("function", ["model", "meta", "moved"])
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [
+        ("model", "bfloat16"), ("model", "float16"), ("model", "float64"),
+        ("meta", "bfloat16"), ("moved", "float64"),
+    ],
+)  # fmt: skip
 def test_a_model_file_of_any_dtype_is_planned_as_from_python(
-    dtype: str, function: str, tmp_path: Path
+    function: str, dtype: str, tmp_path: Path
 ) -> None:
     file, made = tmp_path / "model.py", tmp_path / "plan.json"
     file.write_text(MODEL.replace("{dtype}", dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from hap.ir.plan import Plan, Recipe
 from hap.runtime.context import Context
 from hap.runtime.verify import FLOOR, ROOM, VANISHES, Verdict, tolerance_of
-from tests.random_plans import benchmark_case, make_case, random_plan, verdict
+from tests.random_plans import Case, benchmark_case, make_case, random_plan, verdict
 from tests.test_autocast import half_case
 from tests.test_two_axes import random_mesh_plan
 from tests.test_verify import dropped_all_reduce, dropped_mask
@@ -104,10 +104,15 @@ class Noisy(nn.Module):
         return self.last(h).square().mean()
 
 
+@cache
+def noisy_case() -> Case:
+    torch.manual_seed(0)
+    return make_case(Noisy(), torch.randn(8, 12))
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_draws_of_all_kinds_are_replayed_also_in_checkpoints(world: int) -> None:
-    torch.manual_seed(0)
-    case = make_case(Noisy(), torch.randn(8, 12))
+    case = noisy_case()
     found = verdict(case, random_plan(case, world, 4))
     assert found.ok, [row for row in found.rows if not row.ok][:3]
     assert found.random == DRAWN
@@ -116,8 +121,7 @@ def test_draws_of_all_kinds_are_replayed_also_in_checkpoints(world: int) -> None
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_draws_are_joined_over_two_mesh_axes(seed: int) -> None:
-    torch.manual_seed(0)
-    case = make_case(Noisy(), torch.randn(8, 12))
+    case = noisy_case()
     found = verdict(case, random_mesh_plan(case, 2, 2, seed))
     assert found.ok, [row for row in found.rows if not row.ok][:3]
     assert found.random == DRAWN
@@ -208,7 +212,7 @@ def scaled_gradient(name: str, factor: float) -> Callable[..., list[Any]]:
     return run  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("factor", [1.0, 1e-6, 1e-9, 1e-12])
+@pytest.mark.parametrize("factor", [1.0, 1e-6, 1e-12])
 def test_a_wrong_gradient_is_found_however_small_it_is_beside_the_others(factor: float) -> None:
     torch.manual_seed(0)
     case = make_case(Tiny(factor), torch.randn(8, 12))
@@ -235,9 +239,11 @@ class Packed(nn.Module):
 
 @pytest.mark.slow
 def test_rounding_in_a_part_of_a_gradient_is_no_difference() -> None:
+    case = make_case(Packed().double(), torch.zeros(4, 6, 8, dtype=torch.float64))
     for seed in range(3):
         torch.manual_seed(seed)
-        case = make_case(Packed().double(), 3 * torch.randn(4, 6, 8, dtype=torch.float64))
+        batch = 3 * torch.randn(4, 6, 8, dtype=torch.float64)
+        case = replace(case, model=Packed().double(), batch=batch)
         found = verdict(case, random_plan(case, 3, 1))
         assert found.ok, (seed, [r for r in found.rows if not r.ok])
 
