@@ -94,9 +94,9 @@ import torch
 from hap.capture.source_lines import line_of, raised_at
 from hap.capture.tracing import capture
 from hap.capture.torch_private import fake_mode
-from benchmarks.models import bert_moe
+from benchmarks.models import vit
 with fake_mode():
-    model, batch = bert_moe.tiny(), bert_moe.tiny_batch()
+    model, batch = vit.tiny(), vit.tiny_batch()
 print(capture(model, batch).digest)
 """
 
@@ -104,7 +104,7 @@ print(capture(model, batch).digest)
 @pytest.mark.slow
 def test_the_digest_depends_on_neither_process_nor_hash_seed_nor_data() -> None:
     """A process can therefore check a plan that another one made."""
-    here = benchmark_case("bert_moe", "tiny").graph.digest
+    here = benchmark_case("vit", "tiny").graph.digest
     out = subprocess.run(
         [sys.executable, "-c", DIGEST], env=os.environ | {"PYTHONHASHSEED": "4711"}, cwd=ROOT,
         capture_output=True, text=True, check=True,

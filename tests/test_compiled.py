@@ -14,16 +14,18 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 import hap
+from benchmarks.models import mlp, vgg19
 from hap.capture import torch_private
 from hap.capture.torch_private import TorchDispatchMode
-from hap.capture.tracing import Step, flatten
+from hap.capture.tracing import Step, capture, flatten
 from hap.errors import HapError, InputError
 from hap.runtime.collectives import LocalComm, ProcessGroupComm
 from hap.runtime.compiled import ContextCall, Library, Piece, Staged, describe
 from hap.runtime.context import Context
 from hap.runtime.hap_module import HapModule, emit
 from hap.runtime.launch import spawn
-from tests.random_plans import Case, benchmark_case, call, random_plan, verdict
+from hap.synthesizer.search.program_space import build_space
+from tests.random_plans import Case, adamw, benchmark_case, call, make_case, random_plan, verdict
 
 CPU = torch.device("cpu")
 
@@ -45,24 +47,31 @@ def gradients(module: HapModule, batch: Any) -> dict[str, Tensor]:
 # --- the same numbers ----------------------------------------------------------------------
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("file", "world", "seed"),
-    [pytest.param("vgg19", 1, 1, marks=SLOW)],
-)  # fmt: skip
-def test_random_programs_compute_what_one_device_computes(file: str, world: int, seed: int) -> None:
-    case = benchmark_case(file, "tiny")
-    found = verdict(case, random_plan(case, world, seed), backend="inductor")
+@pytest.mark.slow
+def test_random_programs_compute_what_one_device_computes() -> None:
+    """A VGG with a convolution before each of two poolings."""
+    torch.manual_seed(0)
+    model = vgg19.build(stages=((4,), (6,)), pooled=2, hidden=16, classes=5, dropout=0.0)
+    case = make_case(model, vgg19.inputs(size=6, image=8, classes=5))
+    found = verdict(case, random_plan(case, 1, 1), backend="inductor")
     worst = max(found.rows, key=lambda row: row.error)
     assert found.ok, f"{worst.what} of {worst.tensor}: {worst.error:.1e}"
     assert found.tolerance == 1e-9
 
 
+def two_layers() -> Case:
+    torch.manual_seed(0)
+    model = mlp.build(features=21, hidden=48, layers=2, dropout=0.0)
+    batch = mlp.tiny_batch()
+    return Case(
+        model=model, batch=batch, loss=mlp.loss, optimizer=adamw,
+        captured=lambda: build_space(capture(model, batch, mlp.loss)),
+    )  # fmt: skip
+
+
 def compiled_losses(data: dict[str, Any]) -> list[float]:
     """Return the losses of two steps of a compiled rank, in a real process."""
-    case = benchmark_case("mlp", "tiny")
+    case = two_layers()
     plan, comm = hap.Plan.from_json(data), ProcessGroupComm()
     module = HapModule(plan, case.model, comm, CPU, backend="inductor")
     optimizer = case.optimizer(module.parameters())
@@ -79,7 +88,7 @@ def compiled_losses(data: dict[str, Any]) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_compiled_ranks_in_real_processes() -> None:
-    case = benchmark_case("mlp", "tiny")
+    case = two_layers()
     plan = random_plan(case, 2, 5, least=1)
     model = copy.deepcopy(case.model)
     optimizer = case.optimizer(model.parameters())

@@ -85,13 +85,15 @@ def merged(options: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return options | other | inside
 
 
+def configured(entry: Entry, options: dict[str, Any]) -> Entry:
+    """Return an architecture whose tiny size has these options of its configuration."""
+    build, (given, rows) = entry.tiny.func, entry.tiny.args  # type: ignore[attr-defined]
+    return dataclasses.replace(entry, tiny=partial(build, merged(given, options), rows))
+
+
 def smaller(entry: Entry) -> Entry:
     """Return an architecture with fewer layers, if :data:`SMALLER` names it."""
-    if entry.name not in SMALLER:
-        return entry
-    build, (options, rows) = entry.tiny.func, entry.tiny.args  # type: ignore[attr-defined]
-    tiny = partial(build, merged(options, SMALLER[entry.name]), rows)
-    return dataclasses.replace(entry, tiny=tiny)
+    return configured(entry, SMALLER[entry.name]) if entry.name in SMALLER else entry
 
 
 @cache

@@ -204,18 +204,32 @@ def messages(net: Net, x: Tensor) -> Tensor:
     return y.square().mean()
 
 
-CAPTURED = (
-    messages, fields_of_a_loss, tensor_as_dims, numpy_check, branch_on_numbers, written_through_a_view, check_of_data,
-    check_inside_of_with, class_of_weight, needless_no_grad, gradient_penalty, input_asks_for_gradient, kept_table,
-    kept_in_a_list, kept_in_a_dict, kept_in_a_buffer, kept_beside_results, mean_over_a_count, scaled_by_the_largest,
-    arithmetic_of_numbers, number_of_a_buffer, tensors_of_numbers, numbers_of_linspace, number_written_into_zeros, asserts,
-)  # fmt: skip
+CAPTURED: dict[str, tuple[Callable[[Net, Tensor], Tensor], ...]] = {
+    "constants": (fields_of_a_loss, tensor_as_dims, numpy_check, branch_on_numbers, written_through_a_view),
+    "checks": (check_of_data, check_inside_of_with, class_of_weight, asserts, messages),
+    "gradients": (needless_no_grad, gradient_penalty, input_asks_for_gradient),
+    "kept": (kept_table, kept_in_a_list, kept_in_a_dict, kept_in_a_buffer, kept_beside_results),
+    "numbers of data": (mean_over_a_count, scaled_by_the_largest, arithmetic_of_numbers, tensors_of_numbers),
+    "numbers": (number_of_a_buffer, numbers_of_linspace, number_written_into_zeros),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("forward", CAPTURED, ids=lambda f: f.__name__)
-def test_python_code_that_no_data_decides_is_captured(forward: Any) -> None:
+class Together(nn.Module):
+    """The sum of several forwards, each of a module of its own."""
+
+    def __init__(self, forwards: tuple[Callable[[Net, Tensor], Tensor], ...]) -> None:
+        super().__init__()
+        self.nets = nn.ModuleList(map(Net, forwards))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(net(x) for net in self.nets)  # type: ignore[return-value]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CAPTURED)
+def test_python_code_that_no_data_decides_is_captured(kind: str) -> None:
     torch.manual_seed(0)
-    net, x = Net(forward), torch.randn(6, 4)
+    net, x = Together(CAPTURED[kind]), torch.randn(6, 4)
     case = make_case(net, x, graph=with_rules(capture(net, x), {}))
     seen = verdict(case, random_plan(case, 3, 0))
     assert seen.ok, seen.first_bad

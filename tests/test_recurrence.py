@@ -69,12 +69,12 @@ def test_results_and_gradients_are_those_of_torch(
 
 
 class Net(nn.Module):
-    """Two layers of a recurrence between an embedding and a head."""
+    """Layers of a recurrence, two by default, between an embedding and a head."""
 
-    def __init__(self, kind: str, **options: Any) -> None:
+    def __init__(self, kind: str, count: int = 2, **options: Any) -> None:
         super().__init__()
         self.words = nn.Embedding(11, 4)
-        self.layers = MODULES[kind](4, 3, 2, **options)
+        self.layers = MODULES[kind](4, 3, count, **options)
         self.head = nn.Linear(3 * (1 + bool(options.get("bidirectional"))), 11)
 
     def forward(self, text: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def test_stages_and_a_mesh_compute_what_one_device_does() -> None:
 
 @pytest.mark.slow
 def test_a_compiled_rank_calls_the_operator() -> None:
-    made = case("lstm", batch_first=True)
+    made = case("lstm", count=1, batch_first=True)
     plan = hap.plan(made.model, made.batch, "local:1", optimizer=made.optimizer)
     found = []
     for backend in ("eager", "inductor"):
@@ -127,9 +127,10 @@ def test_a_compiled_rank_calls_the_operator() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("kind", ["lstm", "rnn_tanh"])
 def test_the_graph_does_not_grow_with_the_steps(kind: str) -> None:
-    short, long = (case(kind, length=n, batch_first=True).graph for n in (3, 12))
+    cases = [case(kind, length=n, batch_first=True) for n in (3, 12)]
+    short, long = (made.graph for made in cases)
     assert len(short.nodes) == len(long.nodes)
     ops = [n for n in long.nodes if n.op == "hap.recurrence.default"]
     assert len(ops) == 2
@@ -138,7 +139,7 @@ def test_the_graph_does_not_grow_with_the_steps(kind: str) -> None:
         for g in (short, long)
     )
     assert all_steps == 4 * per_step
-    assert any(row.ins[0] == S(0) for row in case(kind).space.rows[ops[0].name])
+    assert any(row.ins[0] == S(0) for row in cases[1].space.rows[ops[0].name])
 
 
 class Kernels(TorchDispatchMode):
