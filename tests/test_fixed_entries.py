@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -188,6 +189,12 @@ def test_fixed_of_a_model_file_is_a_list_of_names(tmp_path: Path, value: str) ->
     assert "it must be a list of names" in hap_command("plan", model, "--cluster", CLUSTER)
 
 
+@pytest.fixture(scope="module")
+def plan_of_lengths() -> Plan:
+    batch = (torch.randn(12, 4), SIZES)
+    return hap.plan(Net(lengths), batch, hap.load_cluster(CLUSTER), fixed=["1"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "content",
@@ -199,13 +206,13 @@ def test_fixed_of_a_model_file_is_a_list_of_names(tmp_path: Path, value: str) ->
         {"dtype": "int64", "numbers": [2**70]}, {"dtype": "uint8", "numbers": [-1]},
     ],
 )  # fmt: skip
-def test_a_plan_with_a_wrong_fixed_entry_is_refused(content: Any, tmp_path: Path) -> None:
-    model, batch = Net(lengths), (torch.randn(12, 4), SIZES)
-    cluster = hap.load_cluster(CLUSTER)
-    plan = hap.plan(model, batch, cluster, fixed=["1"])
+def test_a_plan_with_a_wrong_fixed_entry_is_refused(
+    content: Any, plan_of_lengths: Plan, tmp_path: Path
+) -> None:
+    plan = plan_of_lengths
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").recipe == plan.recipe
-    data = plan.to_json()
+    data = copy.deepcopy(plan.to_json())
     data["recipe"]["batch"]["tuple"][1] = {"fixed": content}
     (tmp_path / "plan.json").write_text(json.dumps(data))
     with pytest.raises(PlanError, match="fixed tensor"):

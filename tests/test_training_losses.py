@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hap.ir.placement import P
 from hap.ir.program import Compute
-from tests.random_plans import make_case, random_plan, verdict
+from tests.random_plans import Case, make_case, random_plan, verdict
 
 ROWS, CLASSES = 7, 11
 PLANS = ((2, 0), (3, 1), (5, 2))
@@ -98,7 +98,10 @@ def test_a_loss_is_that_of_the_global_batch(name: str) -> None:
 
 
 def holds(model: nn.Module, batch: Any) -> None:
-    case = make_case(model, batch)
+    plans_hold(make_case(model, batch))
+
+
+def plans_hold(case: Case) -> None:
     for world, seed in PLANS:
         found = verdict(case, random_plan(case, world, seed))
         wrong = [(row.what, row.tensor, row.error) for row in found.rows if not row.ok]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -37,6 +37,7 @@ class Normalized(nn.Module):
         return nn.functional.cross_entropy(self.layers(x), y)
 
 
+@cache
 def normalized() -> Case:
     torch.manual_seed(0)
     batch = {"x": torch.randn(3, 24), "y": torch.randint(0, 24, (3,))}
