@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 import hap
-from benchmarks.zoo import ZOO
+from benchmarks.coverage import entries
 from hap.capture.experts import expert_mm, expert_mm_backward
 from hap.ir.program import Compute
 from hap.runtime.one_device import reference_mode
 from tests.random_plans import make_case, random_plan, verdict
+from tests.test_coverage import ONE_LAYER, configured
 
 PRODUCTS = ("hap.expert_mm.default", "hap.expert_mm_backward.default")
 
@@ -86,8 +87,8 @@ def sgd(parameters: Iterator[torch.nn.Parameter]) -> torch.optim.Optimizer:
 def test_modules_of_experts_need_no_option(way: str) -> None:
     """gpt-oss has transposed weights with biases, and a gate of its own."""
     transformers = pytest.importorskip("transformers")
-    (entry,) = (e for e in ZOO if e.name == "gpt-oss")
-    model, batch = entry.tiny()
+    one = ONE_LAYER | {"layer_types": ["sliding_attention"]}
+    model, batch = configured(entries()["gpt-oss"], one).tiny()
     config = model.config
     config._experts_implementation = way
     torch.manual_seed(0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from hap.ir.plan import Plan
 from hap.optim import Lamb
 from hap.runtime.launch import spawn
 from hap.training import Trainer, _underflows
-from tests.random_plans import make_case, two_machines, verdict
+from tests.random_plans import Case, make_case, two_machines, verdict
 from tests.test_two_axes import random_mesh_plan
 
 FILE = '''
@@ -123,12 +125,17 @@ class Deep(nn.Module):
         return F.cross_entropy(h + torch.randn_like(h), y)
 
 
+@cache
+def deep_case() -> Case:
+    torch.manual_seed(0)
+    base = make_case(Deep(), (torch.randn(13, 3, 6, 6), torch.randint(6, (13,))))
+    return replace(base, optimizer=lambda params: Lamb(params, lr=1e-2))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "seed"), [((2, 2), 0), ((3, 2), 1), ((2, 3), 2)])
 def test_over_two_mesh_axes(shape: tuple[int, int], seed: int) -> None:
-    torch.manual_seed(0)
-    base = make_case(Deep(), (torch.randn(13, 3, 6, 6), torch.randint(6, (13,))))
-    case = replace(base, optimizer=lambda params: Lamb(params, lr=1e-2))
+    case = deep_case()
     found = verdict(case, random_mesh_plan(case, *shape, seed))
     wrong = [(row.what, row.tensor, row.error) for row in found.rows if not row.ok]
     assert found.ok, (found.first_bad, wrong[:4])
@@ -214,6 +221,27 @@ float32_matmul_precision = "high"
 """
 
 
+@pytest.fixture(scope="module")
+def settings_plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    path = tmp_path_factory.mktemp("settings") / "model.py"
+    path.write_text(SETTINGS)
+    return plan_file(str(path), two_machines(1))
+
+
+@pytest.fixture
+def of_settings(settings_plan: Plan) -> Iterator[tuple[Path, Plan]]:
+    """A model file that the test may change, and its plan."""
+    path = Path(settings_plan.source.path)
+    yield path, settings_plan
+    path.write_text(SETTINGS)
+
+
+def test_a_trainer_has_the_settings_of_the_plan(of_settings: tuple[Path, Plan]) -> None:
+    """Shards have the attributes of the model's parameters, which the optimizer reads."""
+    groups = Trainer(of_settings[1])._optimizer.param_groups
+    assert [(len(g["params"]), g["weight_decay"]) for g in groups] == [(1, 0.0), (1, 0.01)]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -224,12 +252,9 @@ float32_matmul_precision = "high"
     ],
 )
 def test_settings_of_the_file_are_those_of_the_plan(
-    tmp_path: Path, old: str, new: str, message: str
+    of_settings: tuple[Path, Plan], old: str, new: str, message: str
 ) -> None:
-    path = tmp_path / "model.py"
-    path.write_text(SETTINGS)
-    plan = plan_file(str(path), two_machines(1))
-    Trainer(plan)
+    path, plan = of_settings
     path.write_text(SETTINGS.replace(old, new))
     with pytest.raises(PlanError, match=message) as error:
         Trainer(plan)
@@ -237,17 +262,10 @@ def test_settings_of_the_file_are_those_of_the_plan(
     Trainer(plan, check=False)
 
 
-def test_shards_have_the_attributes_of_the_models_parameters(tmp_path: Path) -> None:
-    path = tmp_path / "model.py"
-    path.write_text(SETTINGS)
-    groups = Trainer(plan_file(str(path), two_machines(1)))._optimizer.param_groups
-    assert [(len(g["params"]), g["weight_decay"]) for g in groups] == [(1, 0.0), (1, 0.01)]
-
-
-def test_an_optimizer_that_shards_mislead_is_refused_after_planning(tmp_path: Path) -> None:
-    path = tmp_path / "model.py"
-    path.write_text(SETTINGS)
-    plan = plan_file(str(path), two_machines(1))
+def test_an_optimizer_that_shards_mislead_is_refused_after_planning(
+    of_settings: tuple[Path, Plan],
+) -> None:
+    path, plan = of_settings
     path.write_text(SETTINGS.replace("optim.AdamW", "optim.Adafactor"))
     with pytest.raises(PlanError, match="`optimizer` of the model file is Adafactor"):
         Trainer(plan)
