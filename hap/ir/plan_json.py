@@ -17,9 +17,11 @@ T = TypeVar("T")
 
 
 def packed(record: Any) -> Any:
-    """Return a dataclass, including nested ones, as plain data without default values."""
-    if isinstance(record, tuple):
+    """Return a dataclass, including nested ones, as plain data of its own without default values."""
+    if isinstance(record, tuple | list):
         return [packed(entry) for entry in record]
+    if isinstance(record, dict):
+        return {key: packed(value) for key, value in record.items()}
     if not is_dataclass(record):
         return record
     kept = ((f, getattr(record, f.name)) for f in fields(record))
