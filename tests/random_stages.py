@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
-from hap.ir.plan import Plan
+from hap.ir.optimizer_kind import OptimizerKind
+from hap.ir.plan import Plan, Source
+from hap.ir.prediction import Prediction
 from hap.ir.stages import PipelineStages, Stage, crossing, cut_stages
 from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.search.program_space import build_space
 from hap.synthesizer.stages.gradient_buckets import with_buckets
 from hap.synthesizer.stages.stage_times import stage_cost
 from hap.synthesizer.stages.time_axis import OverTime, over_time
-from tests.random_plans import Case, random_plan, random_program, two_machines
+from tests.random_plans import Case, random_program, two_machines
 
 FAMILIES = ("vit", "bert", "gpt2", "llama", "t5", "bert_moe", "wide_mlp", "mlp")
 """Models of ``benchmarks/models`` whose step can be run in microbatches."""
@@ -24,8 +25,12 @@ def random_groups(rng: random.Random) -> tuple[int, ...]:
 
 
 def divided(case: Case) -> OverTime:
-    """Return the program over time of a case."""
-    return over_time(case.space, two_machines(2), 2)
+    """Return the program over time of a case, searched once per space."""
+    kept = vars(case.space)
+    if "over time" not in kept:
+        kept["over time"] = over_time(case.space, two_machines(2), 2)
+    found: OverTime = kept["over time"]
+    return found
 
 
 def uneven_count(case: Case) -> int:
@@ -80,8 +85,15 @@ def random_staged_plan(
                 recompute=rng.random() < 0.3,
             )
         )
-    plan = random_plan(case, world, 0)
-    return replace(
-        plan, program=time.program, shares=shares, idle=(),
+    return Plan(
+        source=Source(),
+        graph=case.graph,
+        cluster=two_machines(world),
+        optimizer=OptimizerKind(name="AdamW", states=2),
+        program=time.program,
+        shares=shares,
+        prediction=Prediction(
+            step_s=0.0, communicate_s=0.0, hidden_s=0.0, ranks=(), collectives=(), alternatives=()
+        ),
         stages=PipelineStages(cuts=cuts, stages=tuple(stages)),
-    )  # fmt: skip
+    )

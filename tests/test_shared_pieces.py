@@ -27,6 +27,8 @@ SMALL = 256
 """Bytes of a piece of these tests' tensors."""
 
 GROUPS = (2, 3)
+FIRST = {"bert": 48, "gpt2": 2}
+"""The seed of the first random plan of :data:`GROUPS` with both kinds of pieces."""
 
 
 def kinds(plan: Plan) -> set[str]:
@@ -44,11 +46,11 @@ def kinds(plan: Plan) -> set[str]:
 
 @cache
 def of_both_kinds(family: str) -> Plan:
-    """Return the first random plan whose last stage gathers the table and reduces its gradient."""
+    """Return a random plan whose last stage gathers the table and reduces its gradient."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_pieces, "PIECE_BYTES", SMALL)
         case = benchmark_case(family, "tiny")
-        plans = (random_staged_plan(case, GROUPS, seed) for seed in range(80))
+        plans = (random_staged_plan(case, GROUPS, seed) for seed in range(FIRST[family], 80))
         return next(plan for plan in plans if len(kinds(plan)) == 2)
 
 
@@ -86,14 +88,15 @@ def test_pieces_compute_what_one_device_does(family: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("groups", [(1, 3), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("groups", "first"), [((1, 3), 0), ((2, 2), 4), ((3, 2), 3)])
 def test_pieces_of_random_pipelines(
-    groups: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    groups: tuple[int, ...], first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """``first``: the seed of the first plan with pieces."""
     monkeypatch.setattr(shared_pieces, "PIECE_BYTES", SMALL)
     monkeypatch.setattr(shared_pieces, "MOST_PIECES", 3)
     case = benchmark_case("bert", "tiny")
-    plans = (random_staged_plan(case, groups, seed) for seed in range(40))
+    plans = (random_staged_plan(case, groups, seed) for seed in range(first, 40))
     plan = next(p for p in plans if kinds(p))
     found = verdict(case, plan)
     assert found.ok, story(found)
@@ -112,7 +115,7 @@ def large_table() -> Case:
 @pytest.mark.gloo
 def test_pieces_among_real_processes() -> None:
     case = large_table()
-    plans = (random_staged_plan(case, (1, 2), seed, 3) for seed in range(80))
+    plans = (random_staged_plan(case, (1, 2), seed, 3) for seed in range(16, 80))
     plan = next(p for p in plans if len(kinds(p)) == 2)
     found = verdict(case, plan, run=on_gloo)
     assert found.ok, story(found)

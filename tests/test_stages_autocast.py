@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 
@@ -97,4 +98,5 @@ def test_screen_names_gradients_that_are_summed_before_their_casts(
     case, says = half_case("bert"), "are summed over the microbatches in bfloat16"
     assert says not in text_of(random_staged_plan(case, (1, 1), 1, microbatches=2))
     monkeypatch.setattr(time_axis, "_wide_sums", lambda space, usual: usual)
-    assert says in text_of(random_staged_plan(case, (1, 1), 1, microbatches=2))
+    again = case.within(replace(case.space))  # its program over time is not searched yet
+    assert says in text_of(random_staged_plan(again, (1, 1), 1, microbatches=2))
