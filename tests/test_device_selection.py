@@ -8,15 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from hap.capture.tracing import capture
 from hap.cluster.topology import Cluster
 from hap.ir.plan import Plan
 from hap.synthesizer.device_selection import CLOSE, MOST, _fastest_of
 from hap.synthesizer.search.program_space import build_space
 from hap.synthesizer.synthesize import Synthesizer
-from tests.test_synthesize import Classifier, cluster, device, planned
+from tests.test_synthesize import captured, cluster, device, planned
 from tests.test_two_axes import machines
 
 
@@ -25,7 +23,7 @@ def chosen(plan: Plan) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bandwidth", [1e6, 1e8, 1e9, 1e10, 1e12])
+@pytest.mark.parametrize("bandwidth", [1e8, 1e9, 1e10, 1e12])
 @pytest.mark.parametrize("speeds", [(1e12,) * 4, (4e12, 4e12, 1e12, 1e12), (1e12, 4e12)])
 def test_no_row_of_the_screen_is_faster_than_the_plan(
     speeds: tuple[float, ...], bandwidth: float
@@ -67,7 +65,7 @@ def rough_part(least: int, more: int, number: int, asked: list[int]) -> Any:
 def test_faster_links_bring_more_devices() -> None:
     """Of four equal devices one is the best on a slow link, and all are on a fast one."""
     numbers = []
-    for exponent in (6, 7, 8, 8.5, 9, 9.5, 10, 11, 12):
+    for exponent in (6, 7, 8, 9, 10, 12):
         on = cluster(*(device(r, speed=1e11) for r in range(4)), bandwidth=10**exponent)
         numbers.append(planned(512, 512, 31, on).world_size)
     assert numbers == sorted(numbers)
@@ -84,7 +82,6 @@ def test_the_devices_that_stay_are_the_fast_ones() -> None:
     assert chosen(planned(1024, 512, 31, on, all_devices=True)) == ["m:0", "m:1", "m:2"]
 
 
-BATCH = (torch.empty(1024, 512, device="meta"), torch.empty(1024, dtype=torch.int64, device="meta"))
 FAST = [device(r, speed=1e12) for r in (0, 1)]
 SLOW = [device(r, speed=1e10) for r in (2, 3)]
 SHORT = [device(r, speed=1e12, memory=5_500_000) for r in (0, 1)]
@@ -116,7 +113,7 @@ def test_searches_in_other_processes_change_no_plan(
 @pytest.mark.parametrize("step_s, starts", [(0.0, 1), (1e9, 2)])
 def test_a_search_far_behind_its_rival_is_brief(step_s: float, starts: int) -> None:
     """The first start remains."""
-    space = build_space(capture(Classifier(512, 31), BATCH))
+    space = build_space(captured(1024, 512, 31).graph)
     synthesizer = Synthesizer(space, cluster(*FAST, *SLOW), 2)
     said: list[str] = []
     pair = synthesizer.best(said.append, lambda: (0.0, step_s))
@@ -126,7 +123,7 @@ def test_a_search_far_behind_its_rival_is_brief(step_s: float, starts: int) -> N
 
 
 def test_a_rival_without_room_is_none() -> None:
-    space = build_space(capture(Classifier(512, 31), BATCH))
+    space = build_space(captured(1024, 512, 31).graph)
     said: list[str] = []
     Synthesizer(space, cluster(*FAST, *SLOW), 2).best(said.append, lambda: (1.0, 0.0))
     assert any("start 2" in text for text in said)
