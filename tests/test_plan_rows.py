@@ -71,7 +71,8 @@ def test_wrong_rows_are_refused_by_name(corrupt: Callable[[Plan], tuple[Plan, st
 @pytest.mark.slow
 def test_a_row_that_is_wrong_in_evaluation_alone_is_refused() -> None:
     """Three training steps do not show it: a bias of the running statistics."""
-    plans = (random_plan(half_case("", "float16"), 3, seed) for seed in range(20))
+    case = half_case("", "float16")
+    plans = (random_plan(case, 3, seed) for seed in range(20))
     broken = next(b for b, tensor in map(dropped_mask, plans) if tensor == "by_mode")
     with pytest.raises(PlanError, match="instruction 'by_mode'"):
         check_rows(broken)
