@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,16 +20,16 @@ from hap.ir.plan import Plan
 from hap.synthesizer.pins import options_of, tensor_named
 from hap.synthesizer.search.program_space import build_space
 from tests.random_plans import make_case, verdict
-from tests.test_synthesize import Classifier, cluster, device
+from tests.test_synthesize import Classifier, captured, cluster, device, planned
 
 ON = cluster(device(0, speed=2e11), device(1, speed=1e11), device(2, speed=1e11), bandwidth=1e10)
 
 
+@cache
 def made(*pins: str, keep: tuple[str, ...] = (), all_devices: bool = True) -> Plan:
-    torch.manual_seed(0)
-    model, batch = Classifier(64, 32), (torch.randn(48, 64), torch.randint(32, (48,)))
+    """Return a plan of a classifier that is captured once."""
     options = hap.PlanOptions(pins=pins, keep=keep, all_devices=all_devices)
-    return api.plan(model, batch, ON, options=options)
+    return api.plan_again(captured(48, 64, 32), ON, options)
 
 
 @pytest.mark.slow
@@ -53,7 +54,8 @@ def test_a_pinned_plan_has_the_placement_and_computes_the_same(pin: str, placeme
     assert plan.program.inputs[tensor_named(plan.graph, "up.weight")] == placement
     assert plan.prediction.step_s >= made().prediction.step_s * (1 - 1e-3)
     torch.manual_seed(0)
-    case = make_case(Classifier(64, 32), (torch.randn(48, 64), torch.randint(32, (48,))))
+    batch = torch.randn(48, 64), torch.randint(32, (48,))
+    case = make_case(Classifier(64, 32), batch, graph=plan.graph)
     assert verdict(case, plan).ok
 
 
@@ -84,9 +86,7 @@ def test_a_device_that_is_missing_costs_no_more_than_by_the_plans_own_row(
     speeds: tuple[float, ...], bandwidth: float, rows: int
 ) -> None:
     on = cluster(*(device(k, speed=speed) for k, speed in enumerate(speeds)), bandwidth=bandwidth)
-    torch.manual_seed(0)
-    batch = torch.randn(rows, 64), torch.randint(32, (rows,))
-    plan = api.plan(Classifier(64, 32), batch, on, options=hap.PlanOptions(all_devices=True))
+    plan = planned(rows, 64, 32, on, all_devices=True)
     own = next(a for a in plan.prediction.alternatives if a.note == "without m:2")
     missing = next(row for row in explain_devices(plan, "m:2", [2]) if not row.chosen)
     assert missing.step_s <= own.step_s
@@ -102,9 +102,9 @@ def test_what_is_not_known_is_not_said_to_be_impossible() -> None:
 
 def test_a_device_that_must_stay_is_not_left_out() -> None:
     slow = cluster(device(0, speed=1e12), device(1, speed=1e9), bandwidth=1e8)
-    batch = torch.randn(16, 64), torch.randint(32, (16,))
-    free = api.plan(Classifier(64, 32), batch, slow)
-    kept = api.plan(Classifier(64, 32), batch, slow, options=hap.PlanOptions(keep=("m:1",)))
+    first = captured(16, 64, 32)
+    free = api.plan_again(first, slow, hap.PlanOptions())
+    kept = api.plan_again(first, slow, hap.PlanOptions(keep=("m:1",)))
     assert free.left_out == ("m:1",)
     assert kept.left_out == () and "m:1" in [d.name for d in kept.cluster.devices]
 

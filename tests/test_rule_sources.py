@@ -209,7 +209,7 @@ def test_a_model_is_planned_whatever_its_operators(
     monkeypatch.setattr("tests.test_rule_sources.RUNS", [True])
     torch.manual_seed(0)
     case = make_case(Odd(middle), BATCH, graph=plan.graph)
-    for p in (plan, *(random_plan(case, 2 + seed % 3, seed) for seed in range(4))):
+    for p in (plan, *(random_plan(case, 2 + seed, seed) for seed in range(2))):
         found = verdict(case, p)
         assert found.ok, found.first_bad
 
@@ -223,11 +223,11 @@ def test_a_replicated_operator_has_one_row() -> None:
     assert [(r.ins, r.outs) for r in rows_of(node, plan.graph)] == [((R,), (R,))]
 
 
-@pytest.mark.parametrize("middle", ["discovered", "replicated"])
-def test_strict_rules_refuse_what_is_not_derived(middle: str) -> None:
+def test_strict_rules_refuse_what_is_not_derived() -> None:
     strict = hap.PlanOptions(strict_rules=True)
-    with pytest.raises(UnsupportedOpError, match="no rule says how operator"):
-        hap.plan(Odd(middle), BATCH, two_machines(2), options=strict)
+    for middle in ("discovered", "replicated"):
+        with pytest.raises(UnsupportedOpError, match="no rule says how operator"):
+            hap.plan(Odd(middle), BATCH, two_machines(2), options=strict)
     assert hap.plan(Odd("pointwise"), BATCH, two_machines(2), options=strict).unruled
 
 
