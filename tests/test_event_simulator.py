@@ -32,10 +32,12 @@ from hap.synthesizer.schedule.memory_timeline import Curve, memory_over_time
 from tests.random_plans import benchmark_case, random_plan
 from tests.small_plan import small_cluster, small_graph, small_program
 
-FILES = ("mlp", "vit", "gpt2", "bert_moe")
+PLANS = [
+    ("mlp", 2, 0), ("mlp", 5, 2), ("vit", 3, 1), ("gpt2", 5, 2), ("bert_moe", 2, 0), ("bert_moe", 3, 1)
+]  # fmt: skip
 
 
-@pytest.fixture(params=[(f, w, s) for f in FILES for w, s in ((2, 0), (3, 1), (5, 2))], ids=str)
+@pytest.fixture(params=PLANS, ids=str, scope="module")
 def plan(request: pytest.FixtureRequest) -> Plan:
     file, world, seed = request.param
     return random_plan(benchmark_case(file, "tiny"), world, seed)

@@ -104,7 +104,7 @@ def test_a_step_of_linear_layers_is_that_of_one_device(model: str) -> None:
     case = make_case(MODELS[model](), batch(), loss)
     found = operators(case.space.graph)
     assert found[LINEAR] and found[TENSORDOT]
-    for seed in range(3):
+    for seed in range(2):
         assert verdict(case, random_plan(case, 2 + seed, seed)).ok
 
 

@@ -114,7 +114,7 @@ def test_random_programs_split_the_classes_and_the_table(options: dict[str, Any]
     """On 2 to 4 ranks. The numbers of classes and words are primes; some ranks have none."""
     case = make_case(Classifier(**options), BATCH)
     placed = set()
-    for world, seed in itertools.product((2, 3, 4), range(4)):
+    for world, seed in itertools.product((2, 3, 4), range(2)):
         plan = random_plan(case, world, seed)
         found = verdict(case, plan)
         assert found.ok, (world, seed, found.first_bad)

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,12 @@ def stopped_at(stage: str) -> Plan:
     return hap.api.plan_file("model.py", "cluster.yaml", progress=progress)
 
 
+@cache
+def whole_plan() -> Plan:
+    """Return the plan of a search that is not stopped; the working directory has the files."""
+    return hap.api.plan_file("model.py", "cluster.yaml")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["search from start 2", "bounding", "judging", "searching"])
 def test_a_stopped_search_gives_its_best_plan_so_far(folder: Path, stage: str) -> None:
@@ -48,7 +55,7 @@ def test_a_stopped_search_gives_its_best_plan_so_far(folder: Path, stage: str) -
     again = Plan.load("plan.json")
     assert again.stopped == "a test"
     assert hap.verify(again).ok
-    whole = hap.api.plan_file("model.py", "cluster.yaml")
+    whole = whole_plan()
     assert not whole.stopped
     assert "stopped" not in whole.to_json()
     assert whole.prediction.step_s <= made.prediction.step_s * 1.01
