@@ -9,7 +9,7 @@ from hap.ir.plan import Plan, Source
 from hap.ir.prediction import Prediction
 from hap.ir.stages import PipelineStages, Stage, crossing, cut_stages
 from hap.synthesizer.cost.hardware_model import HardwareModel
-from hap.synthesizer.search.program_space import build_space
+from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.stages.gradient_buckets import with_buckets
 from hap.synthesizer.stages.stage_times import stage_cost
 from hap.synthesizer.stages.time_axis import OverTime, over_time
@@ -17,6 +17,9 @@ from tests.random_plans import Case, random_program, two_machines
 
 FAMILIES = ("vit", "bert", "gpt2", "llama", "t5", "bert_moe", "wide_mlp", "mlp")
 """Models of ``benchmarks/models`` whose step can be run in microbatches."""
+
+_DIVIDED: dict[int, tuple[Space, OverTime]] = {}
+"""By the id of a space, which is kept so that its id stays its own."""
 
 
 def random_groups(rng: random.Random) -> tuple[int, ...]:
@@ -26,11 +29,10 @@ def random_groups(rng: random.Random) -> tuple[int, ...]:
 
 def divided(case: Case) -> OverTime:
     """Return the program over time of a case, searched once per space."""
-    kept = vars(case.space)
-    if "over time" not in kept:
-        kept["over time"] = over_time(case.space, two_machines(2), 2)
-    found: OverTime = kept["over time"]
-    return found
+    space = case.space
+    if id(space) not in _DIVIDED:
+        _DIVIDED[id(space)] = space, over_time(space, two_machines(2), 2)
+    return _DIVIDED[id(space)][1]
 
 
 def uneven_count(case: Case) -> int:
