@@ -38,6 +38,9 @@ def run_elastic(job: RunJob) -> None:
         SavedAndEnded: there was a SIGTERM.
     """
     assert job.checkpoints is not None
+    if all(map(plans.has, plans.likely())):  # as after a restart
+        yield
+        return
     folder = job.checkpoints.folder
     plans = PartPlans(job.path, Path(folder) / "plans")
     sys.argv = job.argv(plans.whole)
@@ -123,6 +126,9 @@ def _agreed(meeting: Meeting, plans: PartPlans) -> tuple[str, str]:
 def _plans_for_losses(job: RunJob, plans: PartPlans) -> Iterator[None]:
     """Make the plans for likely losses beside training, at the lowest priority."""
     assert job.checkpoints is not None
+    if all(map(plans.has, plans.likely())):  # as after a restart
+        yield
+        return
     folder = str(Path(job.checkpoints.folder) / "plans")
     words = ["nice", "-n", "19", sys.executable, "-m", "hap.part_plans", str(plans.path), folder]
     beside = subprocess.Popen([*words, *job.extra], stdin=subprocess.DEVNULL)
