@@ -72,8 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--ranks {options.ranks}: give 1 or more")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     prepare = functools.partial(
-        make_plans, ranks=options.ranks, families=options.families, console=console
-    )
+        make_plans, ranks=options.ranks, families=options.families, models=options.models,
+        console=console,
+    )  # fmt: skip
     if options.prepare:
         prepare(options.prepare, tiny=options.tiny)
         return
@@ -100,11 +101,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_plans(
-    folder: Path, *, ranks: int, families: Sequence[str], tiny: bool, console: Console
-) -> None:
+    folder: Path, *, ranks: int, families: Sequence[str], models: Sequence[str], tiny: bool,
+    console: Console,
+) -> None:  # fmt: skip
     """Make the plans; the planner is imported here, because running does not need it."""
     prepare: Callable[..., None] = import_module("benchmarks.gpu_proof.prepare").prepare
-    prepare(folder, ranks, families=families, tiny=tiny, progress=console.print)
+    prepare(folder, ranks, families=families, models=models, tiny=tiny, progress=console.print)
 
 
 def run_part(part: str, settings: Settings, console: Console) -> Iterator[Line]:

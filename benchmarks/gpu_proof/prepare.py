@@ -26,13 +26,14 @@ SEED = 1
 
 
 def prepare(
-    folder: Path, ranks: int, *, families: Sequence[str] = FAMILIES, tiny: bool,
+    folder: Path, ranks: int, *, families: Sequence[str] = FAMILIES, models: Sequence[str] = (), tiny: bool,
     progress: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Write the plans to the folder.
 
     Args:
         families: those of :data:`FAMILIES` to make random plans for; parts skip the others.
+        models: names of those to plan for one rank; default: all.
         ranks: number of ranks of the random plans.
         tiny: plan the tiny models for one rank, as for a CPU, instead of the real ones.
     """
@@ -50,6 +51,8 @@ def prepare(
                 groups = (ranks - ranks // 2, *[1] * (ranks // 2))
                 random_staged_plan(case, groups, SEED).save(folder / f"staged-{family}.json")
     for single in TINY_SINGLES if tiny else SINGLES:
+        if models and single.name not in models:
+            continue
         with torch.device("meta"):
             model = single.model()
         for precision in PRECISIONS:
