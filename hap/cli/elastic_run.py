@@ -38,9 +38,6 @@ def run_elastic(job: RunJob) -> None:
         SavedAndEnded: there was a SIGTERM.
     """
     assert job.checkpoints is not None
-    if all(map(plans.has, plans.likely())):  # as after a restart
-        yield
-        return
     folder = job.checkpoints.folder
     plans = PartPlans(job.path, Path(folder) / "plans")
     sys.argv = job.argv(plans.whole)
