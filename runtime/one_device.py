@@ -100,6 +100,7 @@ def reference_mode(
     ``torch.finfo`` answers for float64 as for ``limits``, as it did when the module was captured; so
     does ``rms_norm``, whose default for ``eps`` is that of the dtype.
     """
+    torch_private.import_tracer()  # the first optimizer would, while ``finfo`` is replaced
     aten = torch.ops.aten
 
     class Numbers(TorchFunctionMode):

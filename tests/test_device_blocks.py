@@ -67,7 +67,7 @@ def test_large_clusters_have_several_blocks_of_each_kind(name: str) -> None:
 @pytest.mark.slow
 def test_a_group_is_estimated_by_the_devices_that_it_has() -> None:
     """No blocks are equal here: the first group has the large machines, the second one as many small ones."""
-    nodes = "".join(f" - {{name: n{gpus}, count: {count}, gpus: {gpus}, type: V100-16}}\n"
+    nodes = "".join(f" - {{name: n{gpus}, count: {count}, gpus: {gpus}, type: V100-16, host: 0 us}}\n"
                     for count, gpus in ((2, 8), (90, 1)))  # fmt: skip
     search = StageSearch(
         benchmark_case("gpt2", "tiny").space, load_cluster(HEAD + nodes), 2, quick=True

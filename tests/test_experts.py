@@ -19,7 +19,7 @@ from tests.test_coverage import ONE_LAYER, configured
 PRODUCTS = ("hap.expert_mm.default", "hap.expert_mm_backward.default")
 
 TWO = """
-nodes: [{name: box, gpus: 2, type: V100-16}]
+nodes: [{name: box, gpus: 2, type: V100-16, host: 0 us}]
 links:
   inside: {bandwidth: 25 GB/s, latency: 10 us}
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -252,3 +254,19 @@ def test_the_floor_of_a_comparison_is_the_rounding_of_the_largest_gradient() -> 
     """A gradient below it is zero in exact arithmetic, for all that float64 can tell."""
     floor = VANISHES * torch.finfo(torch.float64).eps
     assert 1e-13 < floor < 1.2e-13 < FLOOR * 1e-9
+
+
+FRESH = """
+import torch
+from hap.runtime.one_device import reference_mode
+with reference_mode(widen=True):
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+from torch._dynamo.utils import common_constant_types
+assert torch.finfo in common_constant_types
+"""
+
+
+@pytest.mark.slow
+def test_the_tracer_is_not_imported_among_replaced_functions() -> None:
+    """It would keep the ``finfo`` of the reference, and refuse models that ask for the real one."""
+    subprocess.run([sys.executable, "-c", FRESH], check=True)

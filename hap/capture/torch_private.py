@@ -41,6 +41,11 @@ def assert_async(condition: torch.Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
+def import_tracer() -> None:
+    """Import torch's tracer now: its tables keep classes of torch, such as ``finfo``, as it finds them."""
+    import torch._dynamo  # noqa: F401
+
+
 def fake_mode() -> Any:
     """Return a mode in which tensors have shapes and no data; real tensors may mix in.
 

@@ -130,12 +130,14 @@ def build(kind: str, fitted: Mapping[str, Mapping[str, float]]) -> Entry:
         flops_per_s=rates,
         memory_bytes_per_s=bandwidth,
         launch_s=parse(typical["launch"], "seconds"),
+        host_s=parse(typical["host"], "seconds") if peak else 0.0,
         efficiency=own_efficiency,
         source={
             "memory_bytes": told,
             **{f"flops_per_s.{dtype}": origin[dtype] for dtype in rates},
             "memory_bytes_per_s": origin["memory_bandwidth"],
             "launch_s": TYPICAL,
+            **({"host_s": TYPICAL} if peak else {}),
             "efficiency": TYPICAL,
         },
     )

@@ -175,11 +175,12 @@ class _Flow:
                 step.urgent = any(r.urgent and r.backward is step.backward for r in step.readers)
             self._place(step)
         self.hardware = cost.hardware
-        world = np.zeros(cost.hardware.cluster.world_size)
-        self.updates_s: PerRank = sum(
-            (cost.update(graph.tensors[i.tensor], program.inputs[i.tensor])
-             for i in graph.role("parameter") if i.target in graph.gradients), world,
-        )  # fmt: skip
+        self.updates_s = [
+            cost.update(graph.tensors[i.tensor], program.inputs[i.tensor])
+            for i in graph.role("parameter") if i.target in graph.gradients
+        ]  # fmt: skip
+        if not self.hardware.host_s.any():  # one by one they take as long as their sum
+            self.updates_s = [sum(self.updates_s, np.zeros(self.hardware.cluster.world_size))]
 
     def _place(self, step: _Step) -> None:
         """Set whether a collective is one of inputs, and its order among collectives."""
@@ -360,9 +361,10 @@ class _Run:
         for at, job in zip(self._issued, self._streams.jobs, strict=True):
             last = bisect.bisect_left(self._begin, job.end_s) - 1
             until[at] = max(at, min(last, self._middle - 1) if at < self._middle else last)
-        ends_s = np.maximum(self._streams.clock_s, self._streams.least_s)
+        for seconds in self._updates_s:
+            self._streams.compute(seconds)
         return Order(
-            made=program, step_s=float((ends_s + self._updates_s).max()),
+            made=program, step_s=max(self._streams.now_s, float(self._streams.least_s.max())),
             communicate_s=sum(float(np.max(s.seconds)) for s in self._steps if s.lane),
             until=tuple(until),
         )  # fmt: skip
