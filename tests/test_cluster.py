@@ -130,6 +130,24 @@ def test_a_figure_survives_both_files(figure: Figure) -> None:
     assert figure.of(read) == figure.of(made.devices[1])
 
 
+@pytest.mark.parametrize("kind", ["A100-40", "of the lab", "cpu"])
+@pytest.mark.parametrize("host_s", [0.0, 1.5e-5, 2e-5])
+def test_the_time_of_the_host_survives_whatever_the_catalogue_has(kind: str, host_s: float) -> None:
+    made = two(device(kind=kind, host_s=host_s))
+    read = load_cluster(cluster_yaml(made))
+    assert [d.host_s for d in read.devices] == [d.host_s for d in made.devices]
+
+
+def test_gpus_wait_for_their_hosts_unless_the_file_says_otherwise() -> None:
+    new = "memory: 8 GiB, flops: 9 TFLOP/s, memory_bandwidth: 400 GB/s"
+    read = load_cluster(
+        "links: {between: 1 GB/s}\nnodes:\n"
+        "- {name: a, gpus: 1, type: A100-40}\n- {name: b, gpus: 1, type: A100-40, host: 0 us}\n"
+        f"- {{name: c, gpus: 1, type: new, {new}, inside: 1 GB/s}}\n- {{name: d, gpus: 1, type: cpu}}\n"
+    )
+    assert [d.host_s for d in read.devices] == [pytest.approx(15e-6), 0, pytest.approx(15e-6), 0]
+
+
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.key)
 def test_a_figure_with_its_default_is_not_stored(figure: Figure) -> None:
     stored = device(efficiency={}).to_dict()

@@ -88,6 +88,11 @@ def typical_efficiency(memory_bytes_per_s: float, float32_flops_per_s: float) ->
     return {kind: float(value) for kind, value in typical["efficiency"].items()} | elementwise
 
 
+def typical_host_s() -> float:
+    """Return the seconds in which the host of a GPU issues one operator."""
+    return parse(_data()["typical"]["host"], "seconds")
+
+
 @cache
 def catalogue() -> dict[str, Entry]:
     """Return all entries by kind."""
@@ -130,7 +135,7 @@ def build(kind: str, fitted: Mapping[str, Mapping[str, float]]) -> Entry:
         flops_per_s=rates,
         memory_bytes_per_s=bandwidth,
         launch_s=parse(typical["launch"], "seconds"),
-        host_s=parse(typical["host"], "seconds") if peak else 0.0,
+        host_s=typical_host_s() if peak else 0.0,
         efficiency=own_efficiency,
         source={
             "memory_bytes": told,

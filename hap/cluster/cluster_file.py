@@ -18,7 +18,7 @@ from ruamel.yaml.constructor import ConstructorError, RoundTripConstructor
 from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.reader import ReaderError
 
-from hap.cluster.catalogue import TYPICAL, find, nearest, typical_efficiency
+from hap.cluster.catalogue import TYPICAL, find, nearest, typical_efficiency, typical_host_s
 from hap.cluster.device import Device
 from hap.cluster.figures import BY_KEY, FIGURES, RETIRED, Figure, warn_of_retired
 from hap.cluster.hostfile import is_hostfile, local_cluster, read_hostfile
@@ -276,8 +276,9 @@ def _pattern(gpu: _Section, given: tuple[_Section, ...]) -> Device:
     # Placeholders that the caller overwrites with the file's figures; the efficiencies follow these.
     return Device(
         name=kind, kind=kind, node="", memory_bytes=1, flops_per_s={"float32": 1.0},
-        memory_bytes_per_s=1.0, launch_s=3e-6, efficiency=typical_efficiency(1.0, 1.0),
-        source={"launch_s": "assumed", "efficiency": TYPICAL},
+        memory_bytes_per_s=1.0, launch_s=3e-6, host_s=typical_host_s(),
+        efficiency=typical_efficiency(1.0, 1.0),
+        source={"launch_s": "assumed", "host_s": TYPICAL, "efficiency": TYPICAL},
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
+from hap.cluster.catalogue import catalogue, typical_host_s
 from hap.cluster.device import Device
 from hap.cluster.figures import FIGURES, Figure
 from hap.cluster.link import Link, each_link
@@ -67,12 +68,15 @@ def _gpu(device: Device, count: int) -> CommentedMap:
     if count > 1:
         entry["count"] = count
     told = {}
+    known = catalogue().get(device.kind)
+    host_s = known.device.host_s if known else typical_host_s()  # of a file that gives none
     for figure in FIGURES:
         value = figure.of(device)
         name = "flops_per_s.float32" if figure.key == "flops" else figure.name
         if name in device.source:
             told[figure.key] = device.source[name]
-        if value == figure.default and (isinstance(value, Mapping) or figure.key not in told):
+        usual = host_s if figure.key == "host" else figure.default
+        if value == usual and (isinstance(value, Mapping) or figure.key not in told):
             continue
         if isinstance(value, Mapping):
             entry[figure.key] = {entry: _written(figure, part) for entry, part in value.items()}
