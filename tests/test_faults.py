@@ -18,13 +18,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from click.testing import CliRunner
 from torch.distributed import HashStore
 
 import hap
 from benchmarks.kills import rank_pids
-from hap.capture.model_file import load_model_file
 from hap.cli.commands import main
 from hap.cluster.cluster_file import load_cluster
 from hap.errors import InputError
@@ -37,6 +35,7 @@ from hap.runtime.elastic.notice import Notice, forks_without_notice
 from hap.runtime.heartbeats import Heartbeats
 from hap.runtime.launch_lines import elastic_lines
 from hap.synthesizer.plan_options import PlanOptions
+from tests.plain_training import plain_losses
 
 MODEL = """
 import os, signal, time, torch
@@ -98,17 +97,7 @@ def undisturbed(planned: Path) -> Callable[[int], dict[int, float]]:
     """The losses of that many steps of plain torch on one device, by step."""
 
     def train(steps: int) -> dict[int, float]:
-        file = load_model_file(str(planned / "model.py"))
-        torch.manual_seed(0)
-        model, losses = file.model(), dict[int, float]()
-        optimizer = file.optimizer(model.parameters())
-        for step, batch in zip(range(1, steps + 1), file.batches(0), strict=False):
-            optimizer.zero_grad()
-            loss = model(**batch)
-            loss.backward()
-            optimizer.step()
-            losses[step] = loss.item()
-        return losses
+        return dict(enumerate(plain_losses(planned / "model.py", steps), 1))
 
     return train
 

@@ -8,14 +8,12 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 
 import hap
-from hap.capture.model_file import load_model_file
 from hap.cluster.cluster_file import load_cluster
 from hap.ir.plan import Plan
 from hap.plan_simulation import simulate_plan
@@ -24,6 +22,7 @@ from hap.runtime.lanes import StreamLane
 from hap.runtime.timed_lane import TimedStreamLane
 from hap.slow_devices import WINDOW, SlowDevices, slowed
 from hap.synthesizer.plan_options import PlanOptions
+from tests.plain_training import plain_losses
 
 MODEL = """
 import os, time, torch
@@ -145,16 +144,7 @@ def test_a_run_adapts_and_computes_the_same(plan: Plan, tmp_path: Path) -> None:
         r"after step \d+: n:1 computes \S+ times as long as predicted; planned anew in [^:]*: "
         r"\S+ \S+ a step instead of \S+ \S+\n", done.stderr
     ), done.stderr  # fmt: skip
-    file = load_model_file(plan.source.path)
-    torch.manual_seed(0)
-    model, wanted = file.model(), []
-    optimizer = file.optimizer(model.parameters())
-    for batch in islice(file.batches(0), len(lines)):
-        optimizer.zero_grad()
-        loss = model(**batch)
-        loss.backward()
-        optimizer.step()
-        wanted.append(loss.item())
+    wanted = plain_losses(plan.source.path, len(lines))
     assert [line["loss"] for line in lines] == pytest.approx(wanted, rel=1e-9)
 
 
