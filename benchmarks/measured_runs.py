@@ -228,7 +228,7 @@ def _elapsed(
 ) -> tuple[float, float]:
     """Return the seconds of the device, and those of the host, which issues each operator."""
     known = {point.kind for point in operator_points()}
-    host_s = host_seconds(gpu.kind) if gpu.kind in known else catalogue()[gpu.kind].device.launch_s
+    host_s = host_seconds(gpu.kind) if gpu.kind in known else catalogue()[gpu.kind].device.host_s
     device_s = sum(gpu.seconds(work) for work in works) + communication_s
     return device_s, host_s * (len(works) + collectives)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 import pytest
 
+from benchmarks import operator_calibration
 from benchmarks.calibration import (
     MEMORY_SHARES,
     device,
@@ -18,7 +20,9 @@ from benchmarks.calibration import (
     summary,
 )
 from benchmarks.layers import Layer
-from hap.cluster.catalogue import build, catalogue
+from benchmarks.operator_calibration import host_seconds, operator_points
+from hap.cluster.catalogue import build, catalogue, typical_host_s
+from hap.cluster.cluster_file import load_cluster
 from hap.cluster.work import Work
 from hap.profiler.fit import Timing, fit_device, predict
 
@@ -163,3 +167,13 @@ def _tripled() -> dict[str, object]:
         "flops_per_s": {dtype: 3 * rate for dtype, rate in TRUTH.flops_per_s.items()},
         "memory_bytes_per_s": 3 * TRUTH.memory_bytes_per_s,
     }
+
+
+def test_the_typical_time_of_the_host_is_the_median_of_the_measured_ones() -> None:
+    published = [host_seconds(kind) for kind in {point.kind for point in operator_points()}]
+    clusters = Path(operator_calibration.__file__).parent / "clusters"
+    profiled = [
+        load_cluster(str(clusters / f"{name}.yaml")).devices[0].host_s for name in ("h100", "h200")
+    ]
+    assert len(published) == 6
+    assert median([*published, *profiled]) == pytest.approx(typical_host_s(), abs=1e-6)
