@@ -46,7 +46,7 @@ def simplify_masks(graph: fx.Graph) -> None:
         keys = node.args[at - 2].meta["val"].shape[-2]
         key = seen.data_ptr(), seen.shape, seen.stride(), seen.dtype, keys
         if key not in known:
-            known[key] = False if _all(seen) else True if _causal(seen, keys) else None
+            known[key] = _flag(seen, keys)
         if known[key] is None:
             continue
         args = list(node.args)
@@ -64,6 +64,13 @@ def _remove_unread(graph: fx.Graph, nodes: list[fx.Node]) -> None:
             removed.add(node)
             nodes += node.all_input_nodes
             graph.erase_node(node)
+
+
+def _flag(mask: Tensor, keys: int) -> bool | None:
+    """Return the causal flag that replaces a mask; ``None`` if neither does."""
+    if _all(mask):
+        return False
+    return True if _causal(mask, keys) else None
 
 
 def _all(mask: Tensor) -> bool:

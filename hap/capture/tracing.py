@@ -160,8 +160,8 @@ def captured(
     grad = torch.set_grad_enabled(torch.is_grad_enabled())  # a trace that fails may leave it off
     log = OperatorLog()
     with (
-        no_fakes_in_caches(log.results_live), grad, mode, gc_paused(), casts_of_cuda(), parts, experts_by_row(), layers,
-        packed, scattered,
+        no_fakes_in_caches(log.results_live), grad, mode, gc_paused(), casts_of_cuda(), parts,
+        experts_by_row(), layers, packed, scattered,
     ):  # fmt: skip
         with dynamo_private.as_if_compiling():
             skip = torch_private.data_dependent_errors()
