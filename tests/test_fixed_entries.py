@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Callable
@@ -212,7 +211,7 @@ def test_a_plan_with_a_wrong_fixed_entry_is_refused(
     plan = plan_of_lengths
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").recipe == plan.recipe
-    data = copy.deepcopy(plan.to_json())
+    data = plan.to_json()
     data["recipe"]["batch"]["tuple"][1] = {"fixed": content}
     (tmp_path / "plan.json").write_text(json.dumps(data))
     with pytest.raises(PlanError, match="fixed tensor"):

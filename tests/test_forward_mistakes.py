@@ -1,4 +1,4 @@
-"""What a forward must not do: each mistake is named, at its line, with what to write in its place."""
+"""Mistakes in a forward are named, at their line, with the code to write in their place."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def frozen(number: int) -> nn.Module:
 
 
 OWN = ("", "", "probability", "mode", "number", "global", "autocast", "strides")
-"""What each layer has of its own; the first one has the batch as its input."""
+"""The property that only this layer has; the first layer has the batch as its input."""
 
 
 def with_its_own(k: int) -> nn.Module:

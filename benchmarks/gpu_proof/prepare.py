@@ -26,8 +26,8 @@ SEED = 1
 
 
 def prepare(
-    folder: Path, ranks: int, *, families: Sequence[str] = FAMILIES, models: Sequence[str] = (), tiny: bool,
-    progress: Callable[[str], None],
+    folder: Path, ranks: int, *, families: Sequence[str] = FAMILIES, models: Sequence[str] = (),
+    tiny: bool, progress: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Write the plans to the folder.
 
