@@ -31,6 +31,7 @@ from benchmarks.contenders.base import built, optimizer
 from benchmarks.racing import plans
 from benchmarks.racing.cell import global_batches
 from benchmarks.racing.profiled import profiled
+from benchmarks.stopwatch import REST, WAIT, Stopwatch, watched
 from hap import api
 from hap.capture.model_file import ModelFile, load_model_file
 from hap.cli.terminal import emit, table
@@ -41,7 +42,6 @@ from hap.ir.plan import Plan
 from hap.ir.program import Compute, Convert, Instruction
 from hap.plan_simulation import simulate_plan
 from hap.runtime.collectives import ProcessGroupComm
-from hap.runtime.stopwatch import REST, WAIT, Stopwatch, watched
 from hap.runtime.testbed import Testbed
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.schedule.event_simulator import COMMUNICATION, COMPUTE, Schedule, Span

@@ -29,7 +29,7 @@ Compiled = Callable[[list[Any]], Sequence[Tensor]]
 """A compiled piece, which empties its list of arguments."""
 
 BACKENDS = ("eager", "inductor", "cudagraphs", "inductor-cudagraphs")
-DRAWN = frozenset({"mask", "scale", "trains"})
+DRAWN = frozenset({"mask", "kept_factor", "trains"})
 """Methods of the context that need no tensor and may run in any order."""
 
 FEWEST = 2

@@ -165,7 +165,7 @@ class Context:
             part.bernoulli_(1 - p, generator=generator)
         return self._noted(site, mask)
 
-    def scale(self, factor: float, device: torch.device) -> Tensor:
+    def kept_factor(self, factor: float, device: torch.device) -> Tensor:
         """Return a scalar tensor: the factor of kept elements, or 1 unless the module trains."""
         factor = factor if self._drops else 1.0
         if (factor, device) not in self._scales:
@@ -193,7 +193,7 @@ class Context:
 
     def rounded_with_feedback(self, x: Tensor, dtype: torch.dtype, site: str) -> Tensor:
         """See :func:`hap.capture.gradient_rounding.rounded_with_feedback`."""
-        scale, before = self._scale(), self._lost.get(site)
+        scale, before = self._loss_scale_of_step(), self._lost.get(site)
         whole = x if before is None else x + before * scale
         rounded = whole.to(dtype)
         lost = (whole - rounded) / scale
@@ -202,7 +202,7 @@ class Context:
         self._lost[site] = torch.where(torch.isfinite(lost), lost, kept)
         return rounded
 
-    def _scale(self) -> float:
+    def _loss_scale_of_step(self) -> float:
         """Return the factor of the loss in this step; reading a scaler's waits for the device."""
         if self._scale_of[0] != self.step:
             factor = 1.0 if self.loss_scale is None else self.loss_scale()

@@ -90,7 +90,7 @@ def draw_masks_apart(graph: fx.Graph, device: torch.device) -> None:
 def _scaled(
     graph: fx.Graph, ctx: fx.Node, x: fx.Node, mask: fx.Node, by: float, device: torch.device
 ) -> fx.Node:
-    scale = graph.call_method("scale", (ctx, by, device))
+    scale = graph.call_method("kept_factor", (ctx, by, device))
     return graph.call_function(torch.mul, (graph.call_function(torch.mul, (x, mask)), scale))
 
 

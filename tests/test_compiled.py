@@ -199,7 +199,7 @@ def test_a_mask_cuts_nothing() -> None:
     for graph, draws in ((emitted.forward, True), (emitted.backward, False)):
         stages = Staged(graph, Library(), CPU).stages
         asked = [s.run.method for s in stages if isinstance(s.run, ContextCall)]
-        assert set(asked) == ({"mask", "scale"} if draws else {"scale"})
+        assert set(asked) == ({"mask", "kept_factor"} if draws else {"kept_factor"})
         assert sum(isinstance(s.run, Piece) for s in stages) == 1
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.stopwatch import REST, WAIT, Stopwatch, watched
 from hap.capture.checks import RESERVED
 from hap.capture.tracing import capture
 from hap.errors import ModelError, PlanError
@@ -24,7 +25,6 @@ from hap.runtime.context import Context
 from hap.runtime.emulate import run_ranks
 from hap.runtime.hap_module import HapModule, clip_grad_norm_
 from hap.runtime.lanes import ThreadLane
-from hap.runtime.stopwatch import REST, WAIT, Stopwatch, watched
 from tests.random_plans import Case, benchmark_case, call, make_case, random_plan, verdict
 
 T = TypeVar("T")

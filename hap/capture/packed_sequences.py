@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import rnn
 
+from hap.capture import torch_private
+
 
 class PaddedSequence(NamedTuple):
     """A padded batch in place of a ``PackedSequence`` in a trace.
@@ -70,7 +72,7 @@ def full_lengths(lengths: Tensor, steps: int) -> Tensor:
         f"pad_packed_sequence with total_length={steps}, or pad each batch to one length"
     )
     if lengths.is_cuda:
-        torch._assert_async(lengths.max() == steps, message)
+        torch_private.assert_async(lengths.max() == steps, message)
     elif int(lengths.max()) != steps:
         raise ValueError(message)
     return lengths.clone()
@@ -113,7 +115,7 @@ def forward_of(kind: type[nn.RNNBase]) -> Callable[..., Any]:
         if hx is None:
             hx = padded.new_zeros(count, len(padded), self.hidden_size)
             hx = (hx, hx) if self.mode == "LSTM" else hx
-        found = getattr(torch._VF, self.mode.lower())(
+        found = torch_private.recurrent_layer(self.mode)(
             padded, hx, self._flat_weights, self.bias, self.num_layers, self.dropout,
             self.training, self.bidirectional, True, lengths,
         )  # fmt: skip

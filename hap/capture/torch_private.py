@@ -41,6 +41,12 @@ def assert_async(condition: torch.Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
+def recurrent_layer(mode: str) -> Callable[..., Any]:
+    """Return the function that ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` call, by their ``mode``."""
+    found: Callable[..., Any] = getattr(torch._VF, mode.lower())
+    return found
+
+
 def import_tracer() -> None:
     """Import torch's tracer now: its tables keep classes of torch, such as ``finfo``, as it finds them."""
     import torch._dynamo  # noqa: F401
