@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from hap.capture import dynamo_private, torch_private
 from hap.capture.padding import functions, keep_all_rows
@@ -285,6 +286,18 @@ def test_each_function_has_a_case() -> None:
     assert {*CASES} - {"type_as"} == {*RULES, *INDEXING} - elsewhere
     assert {*functions.FILLS} <= {*RULES}
     assert all(map(is_entrywise, CONVERSIONS | ACTIVATIONS | SMOOTH))
+
+
+def test_a_comparison_has_one_name_however_the_tracer_calls_it() -> None:
+    graph = fx.Graph()
+    x, y = map(graph.placeholder, "xy")
+    calls = (
+        graph.call_function(operator.eq, (x, y)),
+        graph.call_function(torch.eq, (x, y)),
+        graph.call_method("eq_", (x, y)),
+        graph.call_method("__eq__", (x, y)),  # torch 2.11
+    )
+    assert {*map(name_of, calls)} == {"eq"}
 
 
 @pytest.mark.parametrize("name", [*CASES, *OTHERS])

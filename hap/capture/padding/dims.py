@@ -184,7 +184,9 @@ def name_of(node: fx.Node) -> str:
     if other or module.partition(".")[0] not in ("torch", "_operator", "builtins", "math", "hap"):
         return f"{module}.{getattr(node.target, '__name__', node.target)}"  # not known by its name
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    name = str(name or node.target).removeprefix("aten.").rstrip("_")
+    name = str(name or node.target).removeprefix("aten.")
+    # In torch 2.11 some comparisons are calls of ``__eq__`` and the like.
+    name = name.strip("_") if name.startswith("__") else name.rstrip("_")
     return OPERATORS.get(name, name)
 
 
