@@ -36,73 +36,113 @@ def repeated_once(kinds: Sequence[type[nn.Module]], calls: Sequence[LayerCall]) 
     if not kinds:
         yield
         return
-    higher_order = importlib.import_module("torch._dynamo.variables.higher_order_ops")
-    regions = importlib.import_module("torch._dynamo.variables.invoke_subgraph")
-    mark = importlib.import_module("torch._higher_order_ops.invoke_subgraph").mark_compile_region
-    variable = regions.InvokeSubgraphHigherOrderVariable
-    called, traced = variable._call_function, variable.create_wrapped_node
-    install = variable.install_subgraph_in_output_graph
-    are_same = higher_order.are_same_graph_modules
-    condition_of, is_reusable = regions.build_reuse_condition, regions.is_reusable
-    lists = importlib.import_module("torch._dynamo.variables.lists").BaseListVariable
-    dicts = importlib.import_module("torch._dynamo.variables.dicts").ConstDictVariable
-    constant = importlib.import_module("torch._dynamo.variables.constant").ConstantVariable
-    flatten, method = regions.build_fingerprint_with_pytree, dicts.call_method
-    sources = importlib.import_module("torch._guards").ChainedSource
-    clone = sources.clone
-    output: Any = None
-    number, bodies, now = 0, 0, object()
-    known: dict[int, tuple[object, object]] = {}  # of a region, or what was assumed of it
+    mark = _module("torch._higher_order_ops.invoke_subgraph").mark_compile_region
+    compared = _ComparedCalls(calls)
+    with (
+        compared.by_tracer(), _short_fingerprints(), _caches_without_use(),
+        as_regions(kinds, calls, functools.partial(mark, max_reuse_entries=sys.maxsize)),
+    ):  # fmt: skip
+        yield
+    _LOGGER.info("%d of %d calls of layers were traced", compared.traced, compared.number)
+
+
+class _ComparedCalls:
+    """A region is used again only for calls that are alike, in what the tracer does not compare.
+
+    Attributes:
+        number: calls of this trace so far.
+        traced: those that were traced.
+    """
+
+    def __init__(self, calls: Sequence[LayerCall]) -> None:
+        self.number = self.traced = 0
+        self._calls, self._output, self._now = calls, None, object()
+        self._known: dict[int, tuple[object, object]] = {}  # of a region, or what was assumed of it
+
+    def _next(self, output: Any) -> None:
+        """Begin the next call of a trace, which may begin again."""
+        if output is not self._output:
+            self._output, self.number, self.traced = output, 0, 0
+        more = self.number < len(self._calls)
+        self._now = self._calls[self.number].alike() if more else object()
+        self.number += 1
+
+    def _note(self, made: Any) -> Any:
+        self._known[id(made)] = made, self._now
+        return made
+
+    def _is_like(self, made: Any) -> bool:
+        return self._known[id(made)][1] == self._now
 
     @contextlib.contextmanager
-    def exporting(value: bool) -> Iterator[None]:
-        before, output.export = output.export, value
-        try:
+    def by_tracer(self) -> Iterator[None]:
+        """Let the tracer note and compare calls."""
+        higher_order = _module("torch._dynamo.variables.higher_order_ops")
+        regions = _module("torch._dynamo.variables.invoke_subgraph")
+        variable = regions.InvokeSubgraphHigherOrderVariable
+        called, traced = variable._call_function, variable.create_wrapped_node
+        install = variable.install_subgraph_in_output_graph
+        are_same = higher_order.are_same_graph_modules
+        condition_of, is_reusable = regions.build_reuse_condition, regions.is_reusable
+
+        def call(own: Any, tx: Any, *args: Any) -> Any:
+            self._next(tx.output)
+            with mock.patch.object(tx.output, "export", False):  # else no region is used again
+                return called(own, tx, *args)
+
+        def trace(own: Any, *args: Any, **named: Any) -> Any:
+            self.traced += 1
+            with mock.patch.object(self._output, "export", True):
+                return traced(own, *args, **named)
+
+        def installed(own: Any, *args: Any, **named: Any) -> Any:
+            self._note(args[4])
+            return install(own, *args, **named)
+
+        def same(name: str, before: Any, body: Any, mode: Any) -> bool:
+            return self._is_like(before) and are_same(name, before, body, mode)
+
+        def assumed(*args: Any) -> Any:
+            return self._note(condition_of(*args))
+
+        def reusable(tx: Any, condition: Any, *args: Any) -> bool:
+            if not self._is_like(condition):
+                return False
+            with _cloned_once():
+                found: bool = is_reusable(tx, condition, *args)
+            return found
+
+        with (
+            mock.patch.object(variable, "_call_function", call),
+            mock.patch.object(variable, "create_wrapped_node", trace),
+            mock.patch.object(variable, "install_subgraph_in_output_graph", installed),
+            mock.patch.multiple(regions, build_reuse_condition=assumed, is_reusable=reusable),
+            mock.patch.object(higher_order, "are_same_graph_modules", same),
+        ):
             yield
-        finally:
-            output.export = before
 
-    def call(self: Any, tx: Any, *args: Any) -> Any:
-        nonlocal output, number, bodies, now
-        if tx.output is not output:  # a trace may begin again
-            output, number, bodies = tx.output, 0, 0
-        now = calls[number].alike() if number < len(calls) else object()
-        number += 1
-        with exporting(False):  # with it, no region is used again
-            return called(self, tx, *args)
 
-    def trace(self: Any, *args: Any, **named: Any) -> Any:
-        nonlocal bodies
-        bodies += 1
-        with exporting(True):
-            return traced(self, *args, **named)
+@contextlib.contextmanager
+def _cloned_once() -> Iterator[None]:
+    """Let a path that the tracer rewrites share its parts with other paths, of which many have the same ones."""
+    sources = _module("torch._guards").ChainedSource
+    clone, clones = sources.clone, dict[int, Any]()
 
-    def installed(self: Any, *args: Any, **named: Any) -> Any:
-        body = args[4]
-        known[id(body)] = body, now
-        return install(self, *args, **named)
+    def once(self: Any, *args: Any) -> Any:
+        if id(self) not in clones:
+            clones[id(self)] = clone(self, *args)
+        return clones[id(self)]
 
-    def same(name: str, before: Any, body: Any, mode: Any) -> bool:
-        return known[id(before)][1] == now and are_same(name, before, body, mode)
+    with mock.patch.object(sources, "clone", once):
+        yield
 
-    def assumed(*args: Any) -> Any:
-        condition = condition_of(*args)
-        known[id(condition)] = condition, now
-        return condition
 
-    def reusable(tx: Any, condition: Any, *args: Any) -> bool:
-        if known[id(condition)][1] != now:
-            return False
-        clones: dict[int, Any] = {}  # many things that a condition names are parts of one
-
-        def once(self: Any, *args: Any) -> Any:
-            if id(self) not in clones:
-                clones[id(self)] = clone(self, *args)
-            return clones[id(self)]
-
-        with mock.patch.object(sources, "clone", once):
-            found: bool = is_reusable(tx, condition, *args)
-        return found
+@contextlib.contextmanager
+def _short_fingerprints() -> Iterator[None]:
+    """Describe the inputs of a call without tracing torch's function for that, if they are tensors in lists."""
+    regions = _module("torch._dynamo.variables.invoke_subgraph")
+    lists = _module("torch._dynamo.variables.lists").BaseListVariable
+    flatten = regions.build_fingerprint_with_pytree
 
     def inputs(tx: Any, given: Any, named: Any) -> Any:
         leaves, others = list[Any](), list[Any]()
@@ -123,24 +163,30 @@ def repeated_once(kinds: Sequence[type[nn.Module]], calls: Sequence[LayerCall]) 
         sources = [getattr(value, "source", None) for _, value in leaves]
         return regions.InputFingerprint(leaves, sources, False, forms)
 
+    with mock.patch.object(regions, "build_fingerprint_with_pytree", inputs):
+        yield
+
+
+@contextlib.contextmanager
+def _caches_without_use() -> Iterator[None]:
+    """Let a layer clear a cache to which nothing was written: that is no side effect."""
+    dicts = _module("torch._dynamo.variables.dicts").ConstDictVariable
+    constant = _module("torch._dynamo.variables.constant").ConstantVariable
+    method = dicts.call_method
+
     def unless_empty(self: Any, tx: Any, name: str, *args: Any) -> Any:
-        if name == "clear" and not self.items:  # a cache that was not used; no side effect
+        if name == "clear" and not self.items:
             self.install_dict_keys_match_guard()
             return constant.create(None)
         return method(self, tx, name, *args)
 
-    with (
-        mock.patch.object(dicts, "call_method", unless_empty),
-        mock.patch.object(regions, "build_fingerprint_with_pytree", inputs),
-        mock.patch.object(variable, "_call_function", call),
-        mock.patch.object(variable, "create_wrapped_node", trace),
-        mock.patch.object(variable, "install_subgraph_in_output_graph", installed),
-        mock.patch.multiple(regions, build_reuse_condition=assumed, is_reusable=reusable),
-        mock.patch.object(higher_order, "are_same_graph_modules", same),
-        as_regions(kinds, calls, functools.partial(mark, max_reuse_entries=sys.maxsize)),
-    ):
+    with mock.patch.object(dicts, "call_method", unless_empty):
         yield
-    _LOGGER.info("%d of %d calls of layers were traced", bodies, number)
+
+
+def _module(name: str) -> Any:
+    """Import a part of torch's tracer, which takes seconds, when it is needed."""
+    return importlib.import_module(name)
 
 
 @contextlib.contextmanager
