@@ -228,6 +228,8 @@ class Together(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CAPTURED)
 def test_python_code_that_no_data_decides_is_captured(kind: str) -> None:
+    if kind in ("checks", "gradients") and torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11 does not capture requires_grad_() and numbers in formatted texts")
     torch.manual_seed(0)
     net, x = Together(CAPTURED[kind]), torch.randn(6, 4)
     case = make_case(net, x, graph=with_rules(capture(net, x), {}))

@@ -317,6 +317,7 @@ _HINTS = {
     "without data",
     "not linked with support for cuda": _DEVICE,
     "Found no NVIDIA driver": _DEVICE,
+    "found two different devices": _DEVICE,
     "process group": "write the forward for one device: the plan adds the collectives",
 }
 _HINT = "the model must run on the batch that batch() returns"

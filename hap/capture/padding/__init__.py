@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hap.capture.padding.dims import Refused, Trace, has_symbol, is_number, name_of
+from hap.capture.padding.dims import Refused, Trace, has_symbol, is_check, is_number, name_of
 from hap.capture.padding.functions import count
 from hap.capture.padding.row_indexing import INDEXING, writes_rows
 from hap.capture.padding.rules import rule_of
@@ -54,7 +54,7 @@ def keep_all_rows(traced: fx.GraphModule) -> None:
         for source, size in trace.chosen:
             _LOGGER.info("%s: all %d rows run, and those that a mask chooses count", source, size)
         for node in reversed(graph.nodes):
-            checks = str(node.target).startswith("aten._assert_scalar")
+            checks = is_check(node)
             if checks:
                 equal += _equal_sizes(node)
             unused = is_number(node) or name_of(node) in ("size", "unique_consecutive")

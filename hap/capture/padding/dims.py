@@ -177,6 +177,11 @@ def is_number(node: fx.Node) -> bool:
     return isinstance(made, torch.SymInt | torch.SymBool | torch.SymFloat)
 
 
+def is_check(node: fx.Node) -> bool:
+    """Return whether a node checks a number and makes nothing; until torch 2.12 some are ``torch._check``."""
+    return name_of(node) == "_check" or str(node.target).startswith("aten._assert_scalar")
+
+
 def name_of(node: fx.Node) -> str:
     """Return torch's name of the function or method that a node calls, without that of in-place ones."""
     module = str(getattr(node.target, "__module__", None) or "torch")

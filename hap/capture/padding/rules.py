@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from hap.capture.padding import functions
-from hap.capture.padding.dims import Choice, Dim, Mask, Refused, Trace, is_number, name_of
+from hap.capture.padding.dims import Choice, Dim, Mask, Refused, Trace, is_check, is_number, name_of
 from hap.capture.padding.entries import entrywise, is_entrywise
 from hap.capture.padding.losses import LOSSES
 
@@ -124,8 +124,7 @@ def unique_consecutive(trace: Trace) -> None:
 
 def _is_only_checked(node: fx.Node) -> bool:
     return all(
-        name_of(user).startswith("_assert") or (is_number(user) and _is_only_checked(user))
-        for user in node.users
+        is_check(user) or (is_number(user) and _is_only_checked(user)) for user in node.users
     )
 
 
