@@ -403,7 +403,8 @@ class _Step(torch.autograd.Function):
     def forward(fn: Any, code: Runnable, ctx: Context, *tensors: Tensor) -> tuple[Tensor, ...]:
         results = code.forward(ctx, list(tensors))
         count = 1 + len(code.buffers)
-        ends, saved = tuple(results[:count]), results[count:]
+        (loss, *buffers), saved = results[:count], results[count:]
+        ends = (loss if loss._base is None else loss.clone(), *buffers)  # for `loss /= 2`
         known = {id(tensor) for tensor in (*tensors, *ends)}
         private = [id(x) not in known and id(x._base) not in known for x in saved]
         fn.save_for_backward(*(x for x, own in zip(saved, private, strict=True) if not own))

@@ -94,6 +94,35 @@ def test_second_derivatives_are_refused() -> None:
     call(module, case.batch).backward()  # first derivatives are still there
 
 
+class View(nn.Module):
+    """Returns a view, as collectives of the loss do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().sum(0).view(())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_loss_may_be_changed_in_place(world: int) -> None:
+    torch.manual_seed(0)
+    case = make_case(View(), (torch.randn(8, 8),))
+    plan, reference = random_plan(case, world, 2), copy.deepcopy(case.model)
+    (case.loss_of(reference) / 4 + 1).backward()
+
+    def act(module: HapModule, batch: Any, comm: Comm) -> dict[str, Tensor]:
+        loss = call(module, batch)
+        loss /= 4
+        loss += 1
+        loss.backward()
+        return whole_gradients(plan, module, comm)
+
+    for found in on_ranks(case, plan, act):
+        assert_equal(found, reference)
+
+
 # --- the batch -------------------------------------------------------------------------------
 
 
