@@ -29,7 +29,7 @@ from hap.runtime.cuda_graphs import CudaGraphs, check_graphs
 from hap.runtime.drawn_numbers import draws
 from hap.runtime.emit import Emitted, Emitter
 from hap.runtime.lanes import lane_of
-from hap.runtime.module_parts import ModulePart, numbers_by_module
+from hap.runtime.module_parts import ModulePart, Submodule, constants_by_module
 from hap.runtime.pipeline.runner import pipeline
 from hap.runtime.shards import cut, gather
 from hap.runtime.two_level_comm import along_axes
@@ -125,9 +125,9 @@ class HapModule(ModulePart):
             batch = [k for k, (role, *_) in enumerate(self._order) if role == "input"]
             self._graphs = CudaGraphs(self._code, self._ctx, batch)
         self._compares = False
-        numbers = numbers_by_module(model)
+        constants = constants_by_module(model)
         for path, part in self.named_modules():
-            vars(part)["_numbers"] = numbers.get(path, frozenset())
+            vars(part)["_constants"] = constants.get(path, frozenset())
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss over the *global* batch, the same on every rank.
@@ -244,7 +244,7 @@ class HapModule(ModulePart):
         *path, leaf = name.split(".")
         for step in path:
             if step not in owner._modules:
-                owner.add_module(step, ModulePart())
+                owner.add_module(step, Submodule())
             owner = owner.get_submodule(step)
         if isinstance(tensor, nn.Parameter):
             owner.register_parameter(leaf, tensor)
@@ -255,7 +255,14 @@ class HapModule(ModulePart):
 
     def _state(self) -> dict[str, Tensor]:
         """Return parameters and buffers by name; faster than torch's own search of submodules."""
-        return {name: held[leaf] for name, (held, leaf) in self._held.items()}
+        try:
+            return {name: held[leaf] for name, (held, leaf) in self._held.items()}
+        except KeyError:
+            gone = next(name for name, (held, leaf) in self._held.items() if leaf not in held)
+            raise PlanError(
+                f"{gone!r} was removed from the module, as by nn.utils.parametrize or weight_norm",
+                hint="change the model before hap.plan: a plan computes the model as it was planned",
+            ) from None
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the model's state dict with whole tensors, on this rank's device; a collective call."""

@@ -300,22 +300,49 @@ def test_a_module_that_trains_to_other_results_the_second_time_is_not_verified()
         verdict(case, random_plan(case, 2, 0))
 
 
-def test_a_number_of_the_model_is_a_constant_of_the_plan() -> None:
+def test_numbers_and_flags_of_the_model_are_constants_of_the_plan() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.temperature = nn.Linear(8, 5), 2.0
+            self.layer, self.temperature, self.squares = nn.Linear(8, 5), 2.0, False
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x = x.square() if self.squares else x
             return F.cross_entropy(self.layer(x) / self.temperature, y)
 
     module = module_of(Scaled())
-    with pytest.raises(PlanError, match="'temperature' is a number of the planned model"):
-        module.temperature = 1.0
-    module.comment = 1.0  # is no number of the model
-    with pytest.raises(PlanError, match="'in_features' is a number of the planned model"):
+    for name, value in (("temperature", 1.0), ("squares", True)):
+        with pytest.raises(PlanError, match=f"'{name}' is a number or a text of the planned model"):
+            setattr(module, name, value)
+    module.comment = 1.0  # is none of the model's
+    with pytest.raises(PlanError, match="'in_features' is a number"):
         module.layer.in_features = 3
     module.layer.comment, module.layer.training = 1.0, True
+
+
+def test_changes_of_a_submodule_are_refused() -> None:
+    """The plan would compute as before."""
+    module = module_of(Net())
+    for act in (
+        lambda: module.head.register_forward_hook(print),
+        lambda: module.head.register_full_backward_hook(print),
+        lambda: module.body.register_forward_pre_hook(print),
+        lambda: module.head(torch.randn(12, 8)),
+    ):
+        with pytest.raises(PlanError, match="no forward of its own"):
+            act()
+    with pytest.raises(PlanError, match="the submodule 'head' is a part of the plan") as error:
+        module.head = nn.Linear(8, 5)
+    assert "load_full_state_dict" in error.value.hint
+    with pytest.raises(PlanError, match=r"with tensors in float32, .* in bfloat16"):
+        module.bfloat16()
+    module.head, module.extra = module.head, nn.Linear(2, 2)  # neither changes the step
+    before = module.eval()(*batch())
+    module.register_forward_hook(lambda module, args, loss: 2 * loss)
+    assert torch.equal(module.float()(*batch()), 2 * before)
+    nn.utils.parametrizations.weight_norm(module.head)  # by another class of the submodule
+    with pytest.raises(PlanError, match=r"'head.weight' was removed"):
+        module(*batch())
 
 
 def test_a_refused_capture_leaves_gradients_on() -> None:

@@ -15,8 +15,8 @@ from hap.errors import ModelError
 from hap.ir.graph import Graph
 
 RESERVED = frozenset({
-    "_check_call", "_code", "_comm", "_comms", "_compares", "_complex", "_copies", "_ctx", "_cut", "_device", "_digest",
-    "_eval_keeps_buffers", "_frozen", "_graphs", "_held", "_inputs", "_numbers", "_order", "_parts", "_persistent", "_plan", "_planned_in_training", "_put", "_same",
+    "_check_call", "_code", "_comm", "_comms", "_compares", "_complex", "_constants", "_copies", "_ctx", "_cut", "_device", "_digest",
+    "_eval_keeps_buffers", "_frozen", "_graphs", "_held", "_inputs", "_order", "_parts", "_persistent", "_plan", "_planned_in_training", "_put", "_same",
     "_state", "full_state_dict", "grad_norm", "in_turn", "load_full_state_dict", "record_draws",
     "without_dropout",
 })  # fmt: skip
