@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import threading
 import warnings
 import weakref
@@ -16,7 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hap.capture.user_optimizer import examine
+from hap.capture.small_optimizer import small_copy
+from hap.capture.user_optimizer import DrawsNumbers, examine
 from hap.errors import HapError, PlanError
 from hap.ir.storage_levels import TensorCut
 from hap.runtime.hap_module import HapModule
@@ -77,12 +76,12 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[An
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not _has_gradients(optimizer, [p for p in parameters if p in _shards]):
         return  # the next step has, or shows that there are none
-    names = {_planned[p] for p in parameters if p in _planned}
-    name = type(optimizer).__name__
-    if names - {name} and _needs_whole(optimizer, [p for p in parameters if p in _planned]):
-        planned = " and ".join(sorted(names - {name}))
+    cut = [p for p in parameters if p in _planned]
+    closures = any(map(callable, (*args[1:2], kwargs.get("closure"))))
+    if _needs_whole(optimizer, cut, closures=closures):
+        name = type(optimizer).__name__
         raise PlanError(
-            f"{name} reads whole parameters, and the plan cuts them into shards, for {planned}",
+            f"{name} reads whole parameters, and the plan cuts them into shards, for {_planned[cut[0]]}",
             hint="give hap.plan the function that makes it: optimizer=lambda params: ...",
         )
     _checked[optimizer] = len(optimizer.param_groups)
@@ -106,46 +105,41 @@ def _has_gradients(optimizer: Optimizer, originals: list[nn.Parameter]) -> bool:
     return False
 
 
-def _needs_whole(optimizer: Optimizer, shards: list[nn.Parameter]) -> bool:
-    """Return whether parts of parameters would train in another way than whole ones, as far as is known.
+def _needs_whole(optimizer: Optimizer, cut: list[nn.Parameter], *, closures: bool) -> bool:
+    """Return whether parts of parameters would train in another way than whole ones.
 
-    It examines a new optimizer of the same class and settings, with a small parameter for each number of
-    dims of each group. Where none can be made, nothing is known.
+    It examines copies of the optimizer, with a small parameter for each number of dims of each group. A
+    warning says if that fails.
+
+    Raises:
+        PlanError: it draws random numbers, which differ between ranks.
     """
-    if type(optimizer) in ELEMENTWISE or getattr(optimizer, "whole_norms", False):
+    if not cut or type(optimizer) in ELEMENTWISE or getattr(optimizer, "whole_norms", False):
         return False
     if type(optimizer) is torch.optim.LBFGS:
         return True
-    cut, found = set(map(id, shards)), dict[tuple[int, int], nn.Parameter]()
+    shards, small = set(map(id, cut)), dict[tuple[int, int], nn.Parameter]()
     for number, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
-            if id(p) in cut and p.requires_grad:
-                found.setdefault((number, p.dim()), p)
-    accepted = inspect.signature(type(optimizer)).parameters.values()
-    names = {p.name for p in accepted}
-    every = any(p.kind is p.VAR_KEYWORD for p in accepted)
+            if id(p) in shards and p.requires_grad:
+                small.setdefault((number, p.dim()), p)
+    if not small:
+        return False
 
     def make(params: list[nn.Parameter]) -> Optimizer:
-        groups: dict[int, dict[str, Any]] = {}
-        for (number, _), small in zip(found, params, strict=True):
-            settings = _settings(optimizer.param_groups[number])
-            groups.setdefault(number, {**settings, "params": []})["params"].append(small)
-        defaults = {k: v for k, v in _settings(optimizer.defaults).items() if every or k in names}
-        kind: Any = type(optimizer)
-        return kind([*groups.values()], **defaults)  # type: ignore[no-any-return]
+        return small_copy(optimizer, shards, dict(zip(small, params, strict=True)))
 
     try:
         with warnings.catch_warnings(), torch.device("cpu"):
             warnings.simplefilter("ignore")
-            return examine(make, nn.ParameterList(found.values())).whole_parameters
-    except HapError:
+            models = nn.ParameterList(small.values())
+            return examine(make, models, closures=closures).whole_parameters
+    except DrawsNumbers as error:
+        raise PlanError(error.what, hint=error.hint) from None
+    except HapError as error:
+        warnings.warn(
+            f"{type(optimizer).__name__} was not examined ({error.what}). It must update each element by itself: "
+            "the plan cuts parameters into shards",
+            stacklevel=2,
+        )
         return False
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's settings, with a rate that changes parameters: one of a warm-up may begin at 0."""
-    kept = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
-    rate = kept.pop("initial_lr", kept.get("lr"))
-    if "lr" in kept:
-        kept["lr"] = 1e-3 if isinstance(rate, float | int) and rate == 0 else rate
-    return kept

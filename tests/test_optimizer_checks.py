@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -43,6 +44,73 @@ class Normed(Lion):
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
                 p.sub_(group["lr"] * p.grad / (p.grad.norm() + 1e-6))
+
+
+class NormedByAttribute(optim.Optimizer):
+    """As :class:`Normed`, with a rate that is no setting of its groups."""
+
+    def __init__(self, params: Any, rate: float) -> None:
+        self.rate = rate
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(self.rate * p.grad / (p.grad.norm() + 1e-6))
+
+
+class Sharpness(optim.Optimizer):
+    """Sharpness-aware minimization: the gradient at a distance from the parameters, along the whole gradient."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.inner = optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.param_groups = self.inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None, "give a closure"
+        params = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        before = [p.clone() for p in params]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            p.add_(p.grad / norm)
+        with torch.enable_grad():
+            closure()
+        for p, kept in zip(params, before, strict=True):
+            p.copy_(kept)
+        self.inner.step()
+
+
+class Noisy(Lion):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(self.param_groups[0]["lr"] * (p.grad + torch.randn_like(p)))
+
+
+class Single(Lion):
+    """Has kernels for float32 alone, so that it can't be tried in float64."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if any(p.dtype == torch.float64 for p in self.param_groups[0]["params"]):
+            raise RuntimeError("float32 alone")
+
+
+class Anchored(Lion):
+    """Keeps its parameters twice, and an optimizer."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        self.kept = list(params)
+        super().__init__(self.kept, lr)
+        self.inner = optim.AdamW(self.kept, lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        for p in self.kept:
+            p.mul_(0.99)
 
 
 class NormedByRanks(Lion):
@@ -159,6 +227,7 @@ ALLOWED: dict[str, Callable[[Any], optim.Optimizer]] = {
     "Lamb": lambda params: Lamb(params),
     "Lars": lambda params: Lars(params, lr=0.1),
     "Lion": lambda params: Lion(params, lr=0.1),
+    "Anchored": lambda params: Anchored(params, lr=0.1),
     "warm-up": lambda params: warming_up(Lion(params, lr=0.1)),
     "norms of whole tensors": lambda params: NormedByRanks(params, lr=0.1),
 }
@@ -184,6 +253,8 @@ READ_WHOLE: dict[str, Callable[[Any], optim.Optimizer]] = {
     "Muon": lambda params: optim.Muon([p for p in params if p.dim() == 2]),
     "LBFGS": lambda params: optim.LBFGS(params),
     "Normed": lambda params: warming_up(Normed(params, lr=0.1)),
+    "NormedByAttribute": lambda params: NormedByAttribute(params, rate=0.1),
+    "Sharpness": lambda params: Sharpness(params, lr=0.1),
 }
 
 
@@ -193,15 +264,37 @@ def test_an_optimizer_that_reads_whole_parameters_is_refused(name: str) -> None:
         optimizer = READ_WHOLE[name](module.parameters())
         before = [p.detach().clone() for p in module.parameters()]
         backward()
-        step: Any = (lambda: optimizer.step(backward)) if name == "LBFGS" else optimizer.step
+        closure = name in ("LBFGS", "Sharpness")
+        step: Any = (lambda: optimizer.step(backward)) if closure else optimizer.step
         refused(step, f"{name} reads whole parameters.*for AdamW", "optimizer=")
         assert all(map(torch.equal, module.parameters(), before))
 
     on_ranks(act)
 
 
+def test_an_optimizer_that_draws_numbers_is_refused() -> None:
+    def act(model: nn.Module, module: nn.Module, backward: Callable[[], Tensor]) -> None:
+        backward()
+        step = Noisy(module.parameters(), lr=0.1).step
+        refused(step, "Noisy trains the same parameters in another way", "draws no numbers")
+
+    on_ranks(act)
+
+
+def test_an_optimizer_that_cannot_be_tried_is_told_what_it_must_do() -> None:
+    one_by_one = threading.Lock()  # warnings are those of all threads
+
+    def act(model: nn.Module, module: nn.Module, backward: Callable[[], Tensor]) -> None:
+        backward()
+        optimizer = Single(module.parameters(), lr=0.1)
+        with one_by_one, pytest.warns(UserWarning, match="not examined .*fails .*float32 alone"):
+            optimizer.step()
+
+    on_ranks(act)
+
+
 def test_an_optimizer_that_the_plan_is_for_is_allowed() -> None:
-    kind = replace(plan().optimizer, name="Normed")
+    kind = replace(plan().optimizer, name="Normed", whole_parameters=True)
 
     def run(comm: Comm) -> None:
         model, other = copy.deepcopy(case().model), replace(plan(), optimizer=kind)

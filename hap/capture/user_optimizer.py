@@ -6,6 +6,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 NAMED = "named_parameters"
 
-SCALES = (1.0, 1e-4, 1e4, 1.0)
-"""Sizes of the gradients in the steps that examine an optimizer: clipping acts on some alone, and
-the rate of a warm-up may be zero at first."""
+SCALES = (1.0, 1.0, 2.0, 2.0, 1e-4, 1e4, 1.0, 1.0)
+"""Sizes of the gradients in the steps that examine an optimizer: clipping acts on some alone, an optimizer may find its
+rate in gradients of one size, and that of a warm-up may be zero at first."""
 
 
 def default_optimizer(params: Any) -> torch.optim.Optimizer:
@@ -70,27 +71,37 @@ def copy_attributes(source: nn.Parameter, to: nn.Parameter) -> None:
 _alone = threading.Lock()
 
 
-def examine(make: MakeOptimizer, module: nn.Module | None = None) -> OptimizerKind:
+class DrawsNumbers(ModelError):
+    """An optimizer draws random numbers."""
+
+
+def examine(
+    make: MakeOptimizer, module: nn.Module | None = None, *, closures: bool = False
+) -> OptimizerKind:
     """Take real steps on small parameters, and count the tensors of the optimizer's state.
 
     The parameters have the names, numbers of dims and attributes of the module's trained ones;
     without a module there is one of two dims. If parameters cut in two do not train like the whole
     ones, every rank has to keep them whole. A warning names parameters that the optimizer leaves out.
 
+    Args:
+        closures: pass each step a closure, whose gradients follow the parameters.
+
     Raises:
+        DrawsNumbers: it draws random numbers, which differ between ranks; a ``ModelError``.
         ModelError: ``optimizer(params)`` fails, returns no optimizer, or returns one that trains
-            other tensors or none, or that draws random numbers, which differ between ranks.
+            other tensors or none.
     """
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad} if module else {}
     models = trained or {"weight": nn.Parameter(torch.zeros(1, 1))}
     _alone.acquire()  # the default dtype is that of all threads
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # of states that are made from a shape
+    run = partial(_trained, make, models, closures)
     try:
-        optimizer, params, whole = _trained(make, models)
+        optimizer, params, whole = run()
         alike = all(
-            _joins([_trained(make, models, dim, part)[2] for part in (slice(1), slice(1, None))],
-                   dim, whole)
+            _joins([run(dim, part)[2] for part in (slice(1), slice(1, None))], dim, whole)
             for dim in range(max(p.dim() for p in models.values()))
         )  # fmt: skip
     except HapError:
@@ -105,8 +116,8 @@ def examine(make: MakeOptimizer, module: nn.Module | None = None) -> OptimizerKi
         _alone.release()
     name = type(optimizer).__name__
     across = not alike and not getattr(optimizer, "whole_norms", False)
-    if across and not _equal(whole, _trained(make, models)[2]):
-        raise ModelError(
+    if across and not _equal(whole, run()[2]):
+        raise DrawsNumbers(
             f"{name} trains the same parameters in another way each time, as with random numbers",
             hint="ranks would train different models: use an optimizer that draws no numbers",
         )
@@ -134,7 +145,7 @@ def _equal(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]
 
 
 def _trained(
-    make: MakeOptimizer, models: Mapping[str, nn.Parameter], dim: int = 0,
+    make: MakeOptimizer, models: Mapping[str, nn.Parameter], closures: bool, dim: int = 0,
     part: slice = slice(None),
 ) -> tuple[torch.optim.Optimizer, dict[str, nn.Parameter], dict[str, torch.Tensor]]:  # fmt: skip
     """Train the part of every small parameter along one dim, or along its last if it has fewer.
@@ -155,10 +166,18 @@ def _trained(
         copy_attributes(model, params[name])
     optimizer = _call(make, params)
     values = {name: [p.detach().clone()] for name, p in params.items()}
+    common = {name: drawn(model.dim()) for name, model in models.items()}
     for scale in SCALES:
-        for name, parameter in params.items():
-            parameter.grad = scale * drawn(models[name].dim())
-        optimizer.step()
+        slopes = {name: scale * (mean + drawn(models[name].dim())) for name, mean in common.items()}
+        pull = scale if closures else 0.0
+
+        def closure(slopes: Any = slopes, pull: float = pull) -> torch.Tensor:
+            for name, parameter in params.items():
+                parameter.grad = slopes[name] + pull * parameter.detach()
+            return torch.zeros(())
+
+        closure()
+        optimizer.step(*(closure,) if closures else ())
         for name, parameter in params.items():
             values[name].append(parameter.detach().clone())
     return optimizer, params, {name: torch.stack(steps) for name, steps in values.items()}
