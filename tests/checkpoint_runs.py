@@ -76,6 +76,26 @@ def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(groups, lr=0.05, amsgrad=True)
 
 
+class Averages(torch.optim.Optimizer):
+    """Momenta of several rates, in a dict and a list of each parameter's state; optionally of another shape."""
+
+    def __init__(self, params: Any, lr: float, *, flat: bool = False) -> None:
+        self.flat = flat
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            if not state:
+                state["momenta"] = {0.9: torch.zeros_like(p), 0.5: [torch.zeros_like(p)]}
+                state["flat"] = torch.zeros(p.numel() if self.flat else 1)
+            for rate, kept in ((0.9, state["momenta"][0.9]), (0.5, state["momenta"][0.5][0])):
+                p.sub_(kept.mul_(rate).add_(p.grad), alpha=self.param_groups[0]["lr"])
+
+
 def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5, 9], gamma=0.7)
 

@@ -38,7 +38,7 @@ from hap.runtime.checkpoints.checkpoint_values import (
 from hap.runtime.checkpoints.checkpoint_weights import import_
 from hap.runtime.collectives import LocalComm
 from hap.runtime.hap_module import HapModule
-from tests.checkpoint_runs import Run, make_optimizer, net
+from tests.checkpoint_runs import Averages, Run, make_optimizer, net
 from tests.random_plans import make_case, random_plan
 
 
@@ -140,6 +140,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "tensor rate": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
     "lamb": lambda p: hap.optim.Lamb(p, lr=0.01),
     "lars": lambda p: hap.optim.Lars(p, lr=0.1),
+    "averages": lambda p: Averages(p, lr=0.05),
 }
 
 

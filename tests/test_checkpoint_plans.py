@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from hap.errors import InputError
 from hap.ir.plan import Plan
 from hap.runtime.checkpoints.checkpoint_folder import CheckpointFolder, read_index
-from hap.runtime.checkpoints.checkpoint_layout import written_by
+from hap.runtime.checkpoints.checkpoint_layout import layout, written_by
+from hap.runtime.checkpoints.checkpoint_optimizer import take
+from hap.runtime.checkpoints.checkpoint_shard import StoredShard
+from hap.runtime.collectives import Comm
+from hap.runtime.emulate import run_ranks
 from hap.runtime.launch import spawn
-from tests.checkpoint_runs import Run, data, net, stage
+from tests.checkpoint_runs import Averages, Run, data, make_scheduler, net, stage
 from tests.random_plans import random_plan
 from tests.test_two_axes import random_mesh_plan
 
@@ -30,6 +36,24 @@ def uneven(plan: Plan) -> set[str]:
         kinds |= {"empty"} if 0 in level.sizes else set()
         kinds.add(f"dim {level.dim}")
     return kinds
+
+
+def test_states_in_dicts_and_lists_are_cut_as_their_parameters() -> None:
+    plan = random_plan(net(), 4, 1)
+
+    def states(flat: bool, comm: Comm) -> dict[str, StoredShard]:
+        run = Run(plan, comm)
+        run.optimizer = Averages(run.module.parameters(), lr=0.05, flat=flat)
+        run.scheduler = make_scheduler(run.optimizer)
+        run.train(0, 1)
+        return take(run.optimizer, run.module, layout(run.module).parameters)[0]
+
+    for key in ("momenta[0.9]/up.weight", "momenta[0.5][0]/up.weight"):
+        parts = [s[f"optimizer/{key}"] for s in run_ranks(4, partial(states, False))]
+        assert len({(p.offsets, p.tensor.shape) for p in parts}) > 1
+        assert sum(p.tensor.numel() for p in parts if p.written) == 20 * 8
+    with pytest.raises(InputError, match=r"state 'flat' of .* this rank's part of the parameter"):
+        run_ranks(4, partial(states, True))
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
@@ -67,6 +68,11 @@ def faults(data: dict[str, Any], folder: str) -> list[float]:
     beside = {"f": print} if rank == 2 else {}  # one rank has something that JSON cannot hold
     with refused("extra.f is a builtin_function_or_method"), unchanged(run):
         hap.save(run.module, run.optimizer, folder, step=3, extra=beside)
+
+    for values in ({"average": torch.ones(rank + 1)}, {"list": [torch.ones(2) * rank]}):
+        (name,) = values  # ranks have parts of their own, of which one would be kept
+        with refused(rf"extra.{name}.* of rank 1 differs from that of rank 0"), unchanged(run):
+            hap.save(run.module, run.optimizer, folder, step=3, extra=values)
 
     odd = Odd() if rank == 1 else run.scheduler  # one rank has an error of its own
     with pytest.raises(RuntimeError if rank == 1 else HapError, match=r"rank 1: |^odd$"):

@@ -22,7 +22,12 @@ from hap.runtime.checkpoints.checkpoint_match import MODEL, Saved, match
 from hap.runtime.checkpoints.checkpoint_optimizer import take
 from hap.runtime.checkpoints.checkpoint_shard import ShardLoadPlanner, ShardSavePlanner, StoredShard
 from hap.runtime.checkpoints.checkpoint_storage import SafetensorsWriter
-from hap.runtime.checkpoints.checkpoint_values import encode, random_states, set_random_states
+from hap.runtime.checkpoints.checkpoint_values import (
+    encode,
+    random_states,
+    set_random_states,
+    tensor_as_json,
+)
 from hap.runtime.checkpoints.checkpoint_writing import (
     join_all,
     raise_told,
@@ -57,7 +62,7 @@ def save(
         folder: seen by all machines. It is made by the first call.
         step: names the checkpoint; a complete one of the same step is replaced.
         extra: more to save: numbers, strings, lists, tuples, dicts and small tensors. Rank 0's is
-            kept.
+            kept; tensors must be the same on all ranks.
         scheduler: a learning-rate scheduler, or anything with ``state_dict`` and
             ``load_state_dict``.
         scaler: a gradient scaler.
@@ -67,8 +72,8 @@ def save(
     Raises:
         CheckpointError: the *previous* checkpoint could not be written (with ``block``, also this
             one): a full disk, for example. Memory and older checkpoints are unchanged.
-        InputError: ``extra`` has a value without a JSON form, ``keep`` is less than 1, or the
-            folder has a complete checkpoint of a later step.
+        InputError: ``extra`` has a value without a JSON form, or a tensor that differs between ranks;
+            ``keep`` is less than 1; the folder has a complete checkpoint of a later step.
     """
     if keep is not None and keep < 1:
         raise InputError(f"keep is {keep}", hint="keep at least 1 checkpoint")
@@ -79,15 +84,23 @@ def save(
     writing.finish()
     place = CheckpointFolder(Path(folder).absolute())
 
+    seen: dict[str, str] = {}
+
+    def noted(tensor: torch.Tensor, where: str) -> dict[str, Any]:
+        found = tensor_as_json(tensor, where)
+        seen[where] = hashlib.sha256(str(found).encode()).hexdigest()
+        return found
+
     def prepared() -> tuple[dict[str, StoredShard], dict[str, Any]]:
         if writing.rank == 0:
             make(place, writing.folders)
             place.check_newest(step)
         shards, state = taken(model, optimizer, step, layout(model))
-        state |= {"world_size": writing.world_size, "extra": encode(dict(extra or {}))}
+        kept = encode(dict(extra or {}), tensor=noted)
+        state |= {"world_size": writing.world_size, "extra": kept}
         return shards, state | beside(scheduler, scaler)
 
-    shards, state = writing.together(prepared)
+    shards, state = writing.together(prepared, seen)
     own = {"rng": encode(random_states(), "rng")}
     copies: dict[str, StoredShard] = {}
     for name, shard in shards.items():

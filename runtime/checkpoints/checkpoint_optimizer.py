@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,20 +12,57 @@ from torch import Tensor, nn
 from hap.errors import InputError
 from hap.runtime.checkpoints.checkpoint_layout import fresh
 from hap.runtime.checkpoints.checkpoint_shard import StoredShard
-from hap.runtime.checkpoints.checkpoint_values import decode, encode
+from hap.runtime.checkpoints.checkpoint_values import SHARD, decode, encode, tensor_as_json
 
-SHARD = "$shard"
-"""Marks a state that is cut as its parameter is; the value is the dtype."""
+OF = "of"
+"""The path of a marked state inside of a dict, list or tuple, such as ``momenta[0.9]``."""
 
 
 def tensor_name(state: str, parameter: str) -> str:
     return f"optimizer/{state}/{parameter}"
 
 
+@dataclass(frozen=True, slots=True)
+class _State:
+    """One state of a parameter: a tensor, or a dict, list or tuple that has some."""
+
+    name: str
+    key: str
+    parameter: Tensor
+    whole: StoredShard
+    shards: dict[str, StoredShard]
+    where: str = ""
+
+    def take(self, x: Tensor, path: str) -> Any:
+        """Return a tensor as JSON, or add it to the shards and return its mark."""
+        inner = self.key + path.removeprefix(self.where)
+        if x.shape == self.parameter.shape != ():
+            shard = self.shards[tensor_name(inner, self.name)] = self.whole.like(x.detach())
+            dtype = str(shard.tensor.dtype).removeprefix("torch.")
+            return {SHARD: dtype} | ({OF: inner} if inner != self.key else {})
+        if x.numel() != 1 and self.whole.shape != self.whole.tensor.shape:
+            raise InputError(
+                f"{path} has shape {tuple(x.shape)}, but this rank's part of the parameter has "
+                f"{tuple(self.parameter.shape)}",
+                hint="a checkpoint joins the parts of all ranks: keep states in the parameter's shape",
+            )
+        return tensor_as_json(x, path)
+
+    def blank(self, mark: Mapping[str, Any]) -> Tensor:
+        """Return an empty tensor for a mark, and add it to the shards that are read."""
+        shard = fresh(self.whole, getattr(torch, mark[SHARD]), self.parameter.device)
+        self.shards[tensor_name(mark.get(OF, self.key), self.name)] = shard
+        return torch.view_as_complex(shard.tensor) if self.parameter.is_complex() else shard.tensor
+
+
 def take(
     optimizer: torch.optim.Optimizer, module: nn.Module, parameters: Mapping[str, StoredShard]
 ) -> tuple[dict[str, StoredShard], dict[str, Any]]:
-    """Return the shards of an optimizer's state, and the rest of it as JSON."""
+    """Return the shards of an optimizer's state, and the rest of it as JSON.
+
+    Raises:
+        InputError: a state of a parameter that is cut has another shape than the shard.
+    """
     names = _names(optimizer, module)
     shards: dict[str, StoredShard] = {}
     rest: dict[str, Any] = {}
@@ -33,12 +71,9 @@ def take(
             continue
         kept = rest[name] = {}
         for key, value in optimizer.state[parameter].items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape != ():
-                shard = parameters[name].like(value.detach())
-                shards[tensor_name(key, name)] = shard
-                kept[key] = {SHARD: str(shard.tensor.dtype).removeprefix("torch.")}
-            else:
-                kept[key] = encode(value, f"the optimizer's state {key!r} of {name}")
+            where = f"the optimizer's state {key!r} of {name}"
+            of = _State(name, key, parameter, parameters[name], shards, where)
+            kept[key] = encode(value, where, of.take)
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
@@ -93,13 +128,8 @@ def blank(
         for place, parameter, name in zip(places, group["params"], own, strict=True):
             state[place] = entries = {}
             for key, value in saved["state"].get(name, {}).items():
-                if not (isinstance(value, dict) and SHARD in value):
-                    entries[key] = decode(value)
-                    continue
-                shard = fresh(parameters[name], getattr(torch, value[SHARD]), parameter.device)
-                shards[tensor_name(key, name)] = shard
-                pairs = parameter.is_complex()
-                entries[key] = torch.view_as_complex(shard.tensor) if pairs else shard.tensor
+                of = _State(name, key, parameter, parameters[name], shards)
+                entries[key] = decode(value, of.blank)
     kept = {place: entries for place, entries in state.items() if entries}
     return shards, {"state": kept, "param_groups": groups}
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -81,8 +81,15 @@ class Writing:
         if error is not None:
             raise_told(error, f"{self._what} was not saved")
 
-    def together(self, act: Callable[[], T]) -> T:
-        """Return this rank's ``act()``; if it fails on any rank, raise that error on all."""
+    def together(self, act: Callable[[], T], same: Mapping[str, str] | None = None) -> T:
+        """Return this rank's ``act()``; if it fails on any rank, raise that error on all.
+
+        Args:
+            same: digests that must be those of the first rank, by the name of what they are of; ``act`` may add them.
+
+        Raises:
+            InputError: a digest differs.
+        """
         if self.group is None:
             return act()
         result: T | None = None
@@ -95,13 +102,21 @@ class Writing:
         except Exception as error:  # the others must not wait for this rank
             unexpected = error
             failed = HapError(f"rank {self.rank}: {type(error).__name__}: {error}")
-        errors: list[HapError | None] = [None] * self.world_size
-        dist.all_gather_object(errors, failed, group=self.group)
+        told: list[tuple[HapError | None, Mapping[str, str]]] = [(None, {})] * self.world_size
+        dist.all_gather_object(told, (failed, same or {}), group=self.group)
         if unexpected is not None:
             raise unexpected
-        raised = [error for error in errors if error is not None]
+        raised = [error for error, _ in told if error is not None]
         if raised:
             raise raised[0]
+        for rank, (_, digests) in enumerate(told):
+            for name in told[0][1].keys() | digests.keys():
+                if told[0][1].get(name) != digests.get(name):
+                    raise InputError(
+                        f"{name} of rank {rank} differs from that of rank 0, which alone would be saved",
+                        hint="save parts of parameters, such as averages of weights, in another module of the plan; "
+                        "hap.save has the random generators of each rank",
+                    )
         return result  # type: ignore[return-value]
 
     def of_first(self, act: Callable[[], T]) -> T:
