@@ -301,7 +301,7 @@ def compile(
 
     Raises:
         PlanError: the model differs from the planned one, or the world size does; no rule gives an
-            instruction of the plan; the ranks hold different programs, or different weights. Only with
+            instruction of the plan; the ranks hold different programs, seeds or weights. Only with
             ``check`` are the model, the rules and the weights compared.
         ModelError: the model can't be captured; with ``check`` only.
         InputError: there is no such backend, or what it needs is not installed.

@@ -51,7 +51,7 @@ class HapModule(ModulePart):
         backend: the backend of the two graphs, one of :data:`hap.runtime.compiled.BACKENDS`.
 
     Raises:
-        PlanError: the world size is not the plan's, or the ranks hold different programs.
+        PlanError: the world size is not the plan's, or the ranks hold different programs or seeds.
         ModelError: the model names a tensor like an attribute of this class.
         InputError: the backend is unknown, or a tool that it needs is not installed.
     """
@@ -73,6 +73,11 @@ class HapModule(ModulePart):
         if not comm.agree(digest):
             raise PlanError(
                 "the ranks hold different programs", hint="give every rank the same plan file"
+            )
+        if not comm.agree(str(seed)):
+            raise PlanError(
+                f"the ranks have different seeds, rank {comm.rank} {seed}, so that replicas would draw different masks",
+                hint="give hap.compile the same seed on all ranks: shards draw different numbers by it",
             )
         check_names(model)
         self._plan, self._comm, self._device, self._digest = plan, comm, device, digest

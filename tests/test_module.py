@@ -346,6 +346,17 @@ def test_ranks_with_different_plans_are_refused(difference: str) -> None:
     run_ranks(2, run)
 
 
+def test_ranks_with_different_seeds_are_refused() -> None:
+    case = benchmark_case("mlp", "tiny")
+    plan = split_batch(case, 2)
+
+    def run(comm: Comm) -> None:
+        with pytest.raises(PlanError, match=f"different seeds, rank {comm.rank} {7 + comm.rank}"):
+            HapModule(plan, case.model, comm, CPU, seed=7 + comm.rank)
+
+    run_ranks(2, run)
+
+
 def test_in_turn_runs_collectives_in_the_callers_thread() -> None:
     lane = ThreadLane()
     ctx = Context(LocalComm(), lane=lane)
