@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean, median
 
-from hap.cluster.link import IMPLEMENTATIONS, LEVELS, Collectives, Link
+from hap.cluster.link import IMPLEMENTATIONS, LEVELS, Collectives, Link, unused
 from hap.cluster.topology import Cluster
 from hap.profiler.fit import fit_links
 from hap.profiler.samples import MESSAGE, ExchangeRecord, expected, spread
@@ -58,7 +58,7 @@ def message_links(
     outer = _slowest(between)
     return (
         {node: _slowest(inside.get(node, [])) or slowest_inside for node in dict.fromkeys(nodes)},
-        outer or replace(slowest_inside, source="not used: there is one node"),
+        outer or unused(slowest_inside),
     )
 
 

@@ -26,6 +26,7 @@ from hap.cli.what_if_changes import (
     swapped,
     with_memory,
 )
+from hap.cluster.cluster_file import load_cluster
 from hap.cluster.link import Link, MeasuredSet
 from hap.errors import ClusterError, InputError
 from hap.files import cache_folder
@@ -76,6 +77,15 @@ def test_devices_are_added_as_a_node_of_their_own() -> None:
 )  # a node, a kind, a device
 def test_devices_are_left_out_by_name(name: str, left: int) -> None:
     assert reduced(small_cluster(), name).world_size == left
+
+
+def test_devices_are_added_to_one_node_whose_file_has_the_link_between_nodes() -> None:
+    one = "nodes: [{name: a, gpus: 2, type: T4}]"
+    found = added(load_cluster(f"links: {{between: 10 Gbit/s}}\n{one}"), "1xP100")
+    assert (found.nodes, found.inter.bandwidth_bytes_per_s) == (("a", "added"), 1.25e9)
+    for text in (f"{one}\n", "a slots=2 type=T4\n", "local:2"):
+        with pytest.raises(InputError, match="no link between nodes"):
+            added(load_cluster(text), "1xP100")
 
 
 def test_what_cannot_be_asked_is_refused() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from hap.cli.terminal import alike
 from hap.cluster.catalogue import find, nearest
-from hap.cluster.link import Link, each_link
+from hap.cluster.link import NOT_USED, Link, each_link
 from hap.cluster.topology import Cluster, check_size
 from hap.errors import ClusterError, InputError
 from hap.units import format_bytes, parse
@@ -195,10 +195,10 @@ def added(cluster: Cluster, text: str, option: str = "--add") -> Cluster:
             else "write 2xA100-40; docs/cluster-file.md has the names that are known",
         )
     check_size(cluster.world_size + int(count), f"{option} {text}")
-    if len(cluster.nodes) == 1:
+    if cluster.inter.source == NOT_USED:
         raise InputError(
             f"{option} {text}: the cluster file has no link between nodes",
-            hint="add the node there",
+            hint="add links: {between: 10 Gbit/s} there, with the rate of your network",
         )
     name = next(n for k in itertools.count() if (n := f"added{k or ''}") not in cluster.nodes)
     prices = [d.price_per_hour for d in cluster.devices if d.kind == entry.device.kind]

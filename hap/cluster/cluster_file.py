@@ -22,7 +22,7 @@ from hap.cluster.catalogue import TYPICAL, find, nearest, typical_efficiency, ty
 from hap.cluster.device import Device
 from hap.cluster.figures import BY_KEY, FIGURES, RETIRED, Figure, warn_of_retired
 from hap.cluster.hostfile import is_hostfile, local_cluster, read_hostfile
-from hap.cluster.link import IMPLEMENTATIONS, LEVELS, Collectives, Link, MeasuredSet
+from hap.cluster.link import IMPLEMENTATIONS, LEVELS, Collectives, Link, MeasuredSet, unused
 from hap.cluster.topology import Cluster, check_size
 from hap.cluster.work import ELEMENTWISE
 from hap.errors import ClusterError, reason_of
@@ -182,7 +182,7 @@ def _between(links: _Section, top: _Section, intra: Mapping[str, Link]) -> Link:
             hint="add links: {between: {bandwidth: 10 Gbit/s, latency: 30 us}}",
         )
     (link,) = intra.values()
-    return replace(link, source="not used: there is one node")
+    return unused(link)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

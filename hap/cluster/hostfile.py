@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from hap.cluster.catalogue import catalogue, find, nearest
 from hap.cluster.device import Device
-from hap.cluster.link import Link
+from hap.cluster.link import Link, unused
 from hap.cluster.topology import Cluster, check_size
 from hap.errors import ClusterError
 from hap.units import parse
@@ -74,7 +74,7 @@ def read_hostfile(text: str, file: str, name: str) -> Cluster:
             where=file,
             hint="add the line: # hap: between=10Gbit/s,30us",
         )
-    alone = replace(next(iter(intra.values())), source="not used: there is one node")
+    alone = unused(next(iter(intra.values())))
     return Cluster(name, tuple(devices), intra, links.get("between", alone))
 
 
@@ -167,4 +167,4 @@ def local_cluster(text: str) -> Cluster:
         source={**shared, **whole, "memory_bytes": memory},
     )
     devices = tuple(replace(pattern, name=f"local:{rank}") for rank in range(ranks))
-    return Cluster(text, devices, {"local": entry.link}, entry.link)
+    return Cluster(text, devices, {"local": entry.link}, unused(entry.link))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
 from hap.errors import ClusterError
@@ -34,6 +34,15 @@ class Link:
             raise ClusterError(f"the least time of a collective is {self.least_s} s")
         if not isinstance(self.source, str):
             raise ClusterError(f"the source of a link's figures is {self.source!r}, not a text")
+
+
+NOT_USED: Final = "not used: there is one node"
+"""The source of the link between nodes of a cluster that has one node and states no such link."""
+
+
+def unused(link: Link) -> Link:
+    """Return the link between nodes of a cluster of one node; nothing is sent over it."""
+    return replace(link, source=NOT_USED)
 
 
 IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
