@@ -79,6 +79,21 @@ def test_siblings_are_importable_and_the_path_is_left_as_it_was(write: Write) ->
     assert sys.path == before
 
 
+def test_a_file_in_a_package_may_import_relatively(tmp_path: Path) -> None:
+    inner = tmp_path / "outer_package" / "inner"
+    inner.mkdir(parents=True)
+    for name, text in {
+        "__init__.py": "", "../__init__.py": "", "../sizes.py": "WIDTH = 5\n",
+        "nets.py": "from ..sizes import WIDTH\n",
+        "main.py": GOOD + "\ndef wide():\n    from .nets import WIDTH\n    return nn.Linear(3, WIDTH)\n"
+        "from ..sizes import WIDTH\n",
+    }.items():  # fmt: skip
+        (inner / name).write_text(text)
+    before = list(sys.path)
+    assert load_model_file(f"{inner / 'main.py'}:wide").model().out_features == 5
+    assert sys.path == before
+
+
 def test_the_module_is_registered_for_the_tracer_under_a_name_of_its_own(write: Write) -> None:
     names = set(sys.modules)
     load_model_file(write(GOOD))

@@ -204,7 +204,8 @@ def _execute(path: str) -> ModuleType:
     _LEFT_IN.pop(str(file), None)  # it begins where hap was started
     if not file.is_file():
         raise ModelError("no such file", where=path, hint="give a Python file: model.py")
-    name = f"hap_model_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stem}"
+    own = f"hap_model_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stem}"
+    name = ".".join((*_package(file)[1], own))  # its parent resolves relative imports
     found = importlib.util.spec_from_file_location(name, file)
     if found is None or found.loader is None:
         raise ModelError("not a Python file", where=path, hint="give a Python file: model.py")
@@ -217,6 +218,18 @@ def _execute(path: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _package(file: Path) -> tuple[Path, tuple[str, ...]]:
+    """Return the folder that holds the file's package, and the package's names; no name without one.
+
+    A folder is a package if it has an ``__init__.py``, and so on upwards.
+    """
+    root = file.parent
+    names: tuple[str, ...] = ()
+    while (root / "__init__.py").is_file() and root.name.isidentifier():
+        root, names = root.parent, (root.name, *names)
+    return root, names
 
 
 def _guard(function: Callable[..., Any], name: str, returns: type, path: str) -> Any:
@@ -283,10 +296,13 @@ def _has_tensors(batch: Any) -> bool:
 
 @contextlib.contextmanager
 def _user_code(path: str, what: str) -> Iterator[None]:
-    """Run the file's code like ``python path``, with its folder first on ``sys.path``."""
+    """Run the file's code like ``python path``, with its folder first on ``sys.path``.
+
+    The folder of its package follows, so that relative imports find the package.
+    """
     file = Path(path).resolve()
-    folder = str(file.parent)
-    sys.path.insert(0, folder)
+    folders = dict.fromkeys((str(file.parent), str(_package(file)[0])))
+    sys.path[:0] = folders
     try:
         with _current_folder(str(file)):
             yield
@@ -302,8 +318,9 @@ def _user_code(path: str, what: str) -> Iterator[None]:
             hint="run the file with python to see the whole traceback, or repeat with -v",
         ) from error
     finally:
-        with contextlib.suppress(ValueError):  # the code may have removed it itself
-            sys.path.remove(folder)
+        for folder in folders:
+            with contextlib.suppress(ValueError):  # the code may have removed it itself
+                sys.path.remove(folder)
 
 
 _LEFT_IN: dict[str, str] = {}
