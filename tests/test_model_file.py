@@ -206,6 +206,9 @@ def test_a_plan_finds_its_model_file(write: Write) -> None:
     assert model_file_of(small_plan(path=write(GOOD))).function == "model"
     with pytest.raises(PlanError, match="it was made in Python"):
         model_file_of(small_plan(path=""))
+    with pytest.raises(PlanError, match="no such file here") as caught:
+        model_file_of(small_plan(path="elsewhere/model.py"))
+    assert caught.value.where == "elsewhere/model.py"
 
 
 BATCHES = {

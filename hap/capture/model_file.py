@@ -170,7 +170,7 @@ def model_file_of(plan: Plan) -> ModelFile:
     """Return the model file of a plan.
 
     Raises:
-        PlanError: The plan was made through the Python API, without a file.
+        PlanError: The plan was made through the Python API, without a file, or its path leads to none.
         ModelError: As :func:`load_model_file`.
     """
     if not plan.source.path:
@@ -178,6 +178,11 @@ def model_file_of(plan: Plan) -> ModelFile:
             "the plan names no model file: it was made in Python",
             hint="call hap.compile with the model, or plan a model file: hap plan model.py",
         )
+    if not Path(plan.source.path).exists():
+        raise PlanError(
+            "there is no such file here, and the plan names its model file by this path",
+            where=plan.source.path, hint="start in the folder from which `hap plan` found it",
+        )  # fmt: skip
     return load_model_file(f"{plan.source.path}:{plan.source.function}")
 
 
