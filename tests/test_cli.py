@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -284,6 +285,13 @@ def test_a_closed_stdout_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     answered(lambda: emit("text"))(verbose=False)
     assert sys.stdout.name == os.devnull
+
+
+def test_a_terminal_without_utf_8_shows_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
+    answered(lambda: emit("größe:0"))(verbose=False)
+    assert out.getvalue() == b"gr\\xf6\\xdfe:0\n"
 
 
 def test_numbers_beyond_their_range(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import math
 import os
 import select
@@ -54,10 +55,15 @@ def answered(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _open_streams() -> None:
-    """Discard what is printed to a stream that is closed, as by ``>&-``."""
+    """Discard what is printed to a stream that is closed, as by ``>&-``.
+
+    A character that stdout cannot write, as under a locale other than UTF-8, is printed as its code.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _unread() -> bool:
@@ -82,7 +88,7 @@ def _check_texts(given: dict[str, Any]) -> None:
             value.encode()
         except UnicodeEncodeError:
             what = f"the argument {name} is no text in UTF-8: {value!r}"
-            raise InputError(what, hint="rename the file") from None
+            raise InputError(what, hint="rename the file, or set LC_ALL=C.UTF-8") from None
 
 
 def _for_people(error: Exception) -> HapError:
