@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,3 +128,11 @@ def test_a_rival_without_room_is_none() -> None:
     said: list[str] = []
     Synthesizer(space, cluster(*FAST, *SLOW), 2).best(said.append, lambda: (1.0, 0.0))
     assert any("start 2" in text for text in said)
+
+
+def test_a_step_that_waits_for_its_host_runs_on_one_device() -> None:
+    """One device issues no collectives; each of them would take its host as long as an operator."""
+    slow = replace(device(0, speed=1e15), host_s=1e-3)
+    plan = planned(8, 16, 4, cluster(slow, replace(slow, name=device(1).name)))
+    assert plan.world_size == 1
+    assert not plan.program.collectives

@@ -200,11 +200,11 @@ class Problem:
         """Add one variable for the whole batch: each rank reads all of it, or its rows."""
         names = [i.tensor for i in self.space.graph.role("input")]
         rows = [self.space.sources[name][-1] for name in names]
-        whole_allowed = all(
-            self._allowed(n, R, True) for n, p in zip(names, rows, strict=True) if p != R
-        )
+        split = [(n, p) for n, p in zip(names, rows, strict=True) if p != R]
+        whole_allowed = all(self._allowed(n, R, True) for n, _ in split)
+        rows_allowed = not whole_allowed or all(self._allowed(n, p, True) for n, p in split)
         # Ties go to the first label: rows, unless reading all of the batch saves time.
-        options = [rows, *([[R] * len(names)] if whole_allowed else [])]
+        options = [rows] * rows_allowed + [[R] * len(names)] * whole_allowed
         v = self._add([0.0] * len(options))
         for name, placements in zip(names, zip(*options, strict=True), strict=True):
             self._stored[name] = v
