@@ -560,6 +560,13 @@ def test_run_trains_on_this_machine() -> None:
     assert re.findall(r"^step (\d)  loss [\d.]+  ", run.stdout, re.M) == ["1", "2"]
 
 
+def test_python_runs_the_commands_by_the_name_of_the_package() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "hap", "show", "-h"], capture_output=True, text=True
+    )
+    assert run.returncode == 0 and run.stdout.startswith("Usage: hap show")
+
+
 def test_the_shell_completes_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     words = {"_HAP_COMPLETE": "bash_complete", "COMP_WORDS": "hap p", "COMP_CWORD": "1"}
     shown = CliRunner().invoke(main, [], env=words, prog_name="hap", complete_var="_HAP_COMPLETE")

@@ -1,0 +1,5 @@
+"""``python -m hap``: the command ``hap``, where it is not on the ``PATH``."""
+
+from hap.cli.commands import main
+
+main(prog_name="hap")
