@@ -42,7 +42,8 @@ _TIME: Final[dict[str, Decimal]] = {
     "s": _ONE,
     "ms": Decimal("1e-3"),
     "us": Decimal("1e-6"),
-    "µs": Decimal("1e-6"),
+    "\u00b5s": Decimal("1e-6"),  # the micro sign, and the Greek letter, which look alike
+    "\u03bcs": Decimal("1e-6"),
     "ns": Decimal("1e-9"),
 }
 _EXAMPLE: Final[dict[str, str]] = {

@@ -672,6 +672,13 @@ def test_a_file_is_named_in_its_complaints(tmp_path: Path) -> None:
     assert str(caught.value) == "mine.yaml:4: unknown key 'kount'\n  hint: did you mean 'count'?"
 
 
+def test_a_file_in_another_encoding_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(NODE, encoding="utf-16")
+    with pytest.raises(ClusterError, match="save it as UTF-8"):
+        load_cluster(path)
+
+
 def test_the_module_stays_light() -> None:
     """Planning reads clusters from plan files, so the module needs neither a parser nor torch."""
     code = (

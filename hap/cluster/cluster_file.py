@@ -60,7 +60,7 @@ def _read(path: Path) -> str:
     try:
         return read_whole(path)
     except (OSError, UnicodeDecodeError) as error:
-        reason = reason_of(error) if isinstance(error, OSError) else str(error)
+        reason = reason_of(error) if isinstance(error, OSError) else "no text; save it as UTF-8"
         reason = "no such file" if isinstance(error, FileNotFoundError) else reason
         raise ClusterError(
             f"cannot read the cluster: {reason}",
