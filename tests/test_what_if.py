@@ -328,6 +328,7 @@ def test_costs_need_prices_and_plots_a_known_format(folder: Path) -> None:
     result = what_if("--rows", "12", "--by", "cost", "--refine", "0")
     assert result.exit_code == 2
     assert "gives no prices" in result.stderr
+    assert "as it is" not in result.stderr, "refused before the first plan"
     assert what_if("--plot", "plot.doc").exit_code == 2
 
 

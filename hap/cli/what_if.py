@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -127,17 +127,22 @@ def cost_of(plan: Plan, rows: int) -> float:
     return sum(prices) * hours if all(prices) else 0.0
 
 
+def check_prices(known: Iterable[float]) -> None:
+    """Raise ``InputError`` if all prices are 0, so that lines have no order by cost."""
+    if not any(known):
+        raise InputError(
+            "--by cost: the cluster file gives no prices",
+            hint="give every device a price_per_hour: see docs/cluster-file.md",
+        )
+
+
 def by_cost(answers: Sequence[Answer]) -> list[Answer]:
     """The answers in the order of their cost, those without a cost last.
 
     Raises:
         InputError: no answer has a cost.
     """
-    if not any(answer.cost for answer in answers):
-        raise InputError(
-            "--by cost: the cluster file gives no prices",
-            hint="give every device a price_per_hour: see docs/cluster-file.md",
-        )
+    check_prices(answer.cost for answer in answers)
     return sorted(answers, key=lambda answer: (not answer.cost, answer.cost))
 
 

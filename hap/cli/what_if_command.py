@@ -64,6 +64,9 @@ def what_if(
     if plot is not None:
         check_output(plot, model, cluster, hint="change --plot")
         cli.what_if_plot.check_plot(plot)
+    if by == "cost":  # before the long work
+        devices = hap.load_cluster(cluster).devices
+        cli.what_if.check_prices(device.price_per_hour for device in devices)
     with cli.terminal.sweep_progress() as progress:
         kept = hap.plan_cache.PlanCache(_told) if cache else None
         asking = cli.what_if.Asking(refine=refine, options=options, cache=kept)
