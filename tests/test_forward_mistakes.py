@@ -74,3 +74,13 @@ def test_a_mistake_is_told_with_its_line_and_what_to_write(forward: Any) -> None
     assert text in str(caught.value)
     assert hint in caught.value.hint
     assert ("test_forward_mistakes.py:" in caught.value.where) == located
+
+
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr"])
+def test_sparse_tensors_of_the_model_are_refused_by_name(kind: str) -> None:
+    net = Net(lambda net, x: (net.adjacency @ net.layer(x)).square().mean())
+    dense = torch.eye(6)
+    net.register_buffer("adjacency", dense.to_sparse(layout=getattr(torch, kind)))
+    with pytest.raises(ModelError, match=f"{kind} tensor 'adjacency'") as caught:
+        capture(net, torch.randn(6, 4))
+    assert "index_add" in caught.value.hint

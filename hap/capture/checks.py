@@ -65,6 +65,17 @@ def check_parameters(module: nn.Module) -> None:
         )
 
 
+def check_layouts(module: nn.Module) -> None:
+    """Raise ``ModelError`` for a sparse or nested tensor of the model, which no program can hold."""
+    for name, tensor in _tensors(module):
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise ModelError(
+                f"the model holds the {kind} tensor {name!r}, but programs have dense tensors alone",
+                hint=_NESTED if tensor.is_nested else _HINTS["Sparse"],
+            )
+
+
 def check_loss_parameters(loss: object) -> None:
     """Raise ``ModelError`` for a loss that is a module with parameters to train."""
     trained = loss.named_parameters() if isinstance(loss, nn.Module) else ()
@@ -307,12 +318,15 @@ _ARGUMENTS = (
     "forward(self, x, y=None), where loss(output, batch) reads them"
 )
 _DEVICE = "name no device in the forward: tensors belong on that of its arguments"
+_NESTED = "use padded tensors with a mask: pad in batch()"
 _HINTS = {
     "positional argument": _ARGUMENTS,
     "unexpected keyword": _ARGUMENTS,
     "FlexAttention": "a plan is made and verified on the CPU: call scaled_dot_product_attention, with a mask",
     "Sparse": "programs have dense tensors alone: a product with a sparse matrix is "
     "torch.zeros(rows, D).index_add(0, row, values[:, None] * x[column])",
+    "NestedTensor": _NESTED,
+    "nested_tensor": _NESTED,
     ".numpy() is not supported": "compute with torch: NumPy needs the numbers of a tensor, and a plan is made "
     "without data",
     "not linked with support for cuda": _DEVICE,

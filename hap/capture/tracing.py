@@ -27,6 +27,7 @@ from hap.capture.checks import (
     check_batch,
     check_gradient_hooks,
     check_hooks,
+    check_layouts,
     check_loss,
     check_loss_parameters,
     check_mode,
@@ -145,6 +146,7 @@ def captured(
     check_module(module)
     check_parameters(module)
     check_names(module)
+    check_layouts(module)
     check_hooks(module)
     check_loss_parameters(loss)
     check_batch(flatten(batch))
