@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from torch import fx, nn
 
+from hap.capture.compiling_private import Asked, told
 from hap.capture.graph_break import GraphBreak
 from hap.capture.layer_calls import LayerCall
 from hap.capture.packed_sequences import MODULES, forward_of
@@ -49,6 +50,28 @@ def dynamo_graph(
         GraphBreak: the Python code depends on tensor data, or can't be traced.
     """
     import torch._dynamo as dynamo
+    asked = Asked(compiled=False)
+    try:
+        with told(compiled=False) as asked:
+            return _graph(module, args, kinds, calls, no_rows)
+    except GraphBreak as error:
+        if kinds or not asked.line:
+            raise
+        with told(compiled=True), contextlib.suppress(GraphBreak):
+            found = _graph(module, args, kinds, calls, no_rows)
+            warnings.warn(
+                f"{asked.line}: the forward asks whether it is compiled, and what it does if not can't be planned "
+                f"({error}): the plan computes what torch.compile would",
+                stacklevel=2,
+            )
+            return found
+        raise
+
+
+def _graph(
+    module: nn.Module, args: tuple[torch.Tensor, ...], kinds: Sequence[type[nn.Module]],
+    calls: Sequence[LayerCall], no_rows: bool | None,
+) -> fx.GraphModule:  # fmt: skip
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
     from torch._dynamo.variables.builtin import populate_builtin_to_tensor_fn_map
     from torch._subclasses.fake_tensor import unset_fake_temporarily
