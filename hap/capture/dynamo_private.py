@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dis
 import inspect
-import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from hap.capture.compiling_private import Asked, told
 from hap.capture.graph_break import GraphBreak
 from hap.capture.layer_calls import LayerCall
 from hap.capture.packed_sequences import MODULES, forward_of
+from hap.capture.messages_private import message_functions, silent
 from hap.capture.regions_private import repeated_once
 from hap.capture.replaced_functions import INLINED
 from hap.capture.sizes_private import decided_sizes
@@ -83,7 +83,9 @@ def _graph(
         with (
             warnings.catch_warnings(),
             dynamo.config.patch(
-                ignore_logging_functions=_messages(), allow_rnn=True, trace_autograd_ops=True
+                ignore_logging_functions=message_functions(),
+                allow_rnn=True,
+                trace_autograd_ops=True,
             ),
             _autocast_of_any_device(),
             _without_hints(),
@@ -93,6 +95,7 @@ def _graph(
             _known_lists(),
             _inlined(),
             known_numbers(),
+            silent(),
             repeated_once(kinds, calls),
             decided_sizes(no_rows) as sizes,
         ):
@@ -102,16 +105,6 @@ def _graph(
         raise GraphBreak(error, isinstance(error, data_dependent_errors())) from error
     captured.meta["sizes"] = sizes
     return captured
-
-
-def _messages() -> set[Callable[..., Any]]:
-    """Return the functions that write messages, which change no program.
-
-    Libraries add methods to Logger (warning_once).
-    """
-    names = ("debug", "info", "warning", "error", "critical", "exception", "log")
-    of_loggers = {f for f in vars(logging.Logger).values() if callable(f)}
-    return {print, warnings.warn, *(getattr(logging, name) for name in names), *of_loggers}
 
 
 @contextlib.contextmanager
