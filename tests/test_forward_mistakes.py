@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._higher_order_ops import while_loop
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hap.capture.tracing import capture
 from hap.errors import ModelError
@@ -54,12 +58,69 @@ def a_collective(net: Net, x: Tensor) -> Tensor:
     return y.square().mean()
 
 
+def a_generator(net: Net, x: Tensor) -> Tensor:
+    return (net.layer(x) + torch.randn(4, generator=GENERATOR)).square().mean()
+
+
+def untraced(net: Net, x: Tensor) -> Tensor:
+    return torch.compiler.disable(net.layer)(x).square().mean()  # type: ignore[no-any-return]
+
+
+def a_clock(net: Net, x: Tensor) -> Tensor:
+    begun = time.perf_counter()
+    y = net.layer(x).square().mean()
+    print(time.perf_counter() - begun)
+    return y
+
+
+def a_new_module(net: Net, x: Tensor) -> Tensor:
+    return nn.LayerNorm(4)(net.layer(x)).square().mean()
+
+
+def a_hook(net: Net, x: Tensor) -> Tensor:
+    handle = net.layer.register_forward_hook(lambda module, given, result: result * 2)
+    y = net.layer(x).square().mean()
+    handle.remove()
+    return y
+
+
+def a_policy(net: Net, x: Tensor) -> Tensor:
+    """The tracer raises an error that does not know its line."""
+    kept = lambda: create_selective_checkpoint_contexts([torch.ops.aten.mm.default])  # noqa: E731
+    return checkpoint(net.layer, x, use_reentrant=False, context_fn=kept).square().mean()  # type: ignore[no-any-return]
+
+
+def a_branch_as_program(net: Net, x: Tensor) -> Tensor:
+    """Its branches have new names in each forward."""
+    return net.layer(torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x * 3, (x,))).mean()  # type: ignore[no-any-return]
+
+
+def a_loop_as_program(net: Net, x: Tensor) -> Tensor:
+    begin = torch.tensor(0), net.layer(x)
+    return while_loop(lambda k, y: k < 3, lambda k, y: (k + 1, y * 2), begin)[1].mean()  # type: ignore[no-any-return]
+
+
+def line_of_the_library(net: Net, x: Tensor) -> Tensor:
+    """The tracer ends inside of Python's own library."""
+    return net.layer(x).mean() * len(json.dumps({"a": 1}))
+
+
+GENERATOR = torch.Generator()
 MISTAKES = {
     backward: ("the forward calls backward()", "return the loss alone", False),
     new_data_of_a_buffer: ("the forward replaces the data", "copy_", True),
     new_data_of_a_parameter: ("the forward replaces the data", "only the optimizer", True),
     numbers_for_numpy: (".numpy() is not supported", "compute with torch", True),
     a_device: ("the forward fails", "name no device in the forward", True),
+    a_generator: ("one graph", "no `generator=`", True),
+    untraced: ("one graph", "leave out torch.compiler.disable", True),
+    a_clock: ("one graph", "outside of the forward", True),
+    a_new_module: ("one graph", "make modules with parameters in __init__", True),
+    a_hook: ("one graph", "register hooks in __init__", True),
+    a_policy: ("one graph", "outside of the forward as context_fn", True),
+    a_branch_as_program: ("inside of an operator (cond)", "torch.where", True),
+    a_loop_as_program: ("inside of an operator (while_loop)", "a loop in Python", True),
+    line_of_the_library: ("one graph", "__init__", True),
     a_collective: ("the forward fails", "the plan adds the collectives", True),
 }
 

@@ -323,7 +323,7 @@ _HINTS = {
     "positional argument": _ARGUMENTS,
     "unexpected keyword": _ARGUMENTS,
     "FlexAttention": "a plan is made and verified on the CPU: call scaled_dot_product_attention, with a mask",
-    "Sparse": "programs have dense tensors alone: a product with a sparse matrix is "
+    "Sparse": "use dense tensors: a product with a sparse matrix of the entries values at (row, column) is "
     "torch.zeros(rows, D).index_add(0, row, values[:, None] * x[column])",
     "NestedTensor": _NESTED,
     "nested_tensor": _NESTED,
@@ -335,6 +335,10 @@ _HINTS = {
     "process group": "write the forward for one device: the plan adds the collectives",
 }
 _HINT = "the model must run on the batch that batch() returns"
+
+
+_ASKS_FOR_DATA = ("data is not allocated", "ignore_fresh_unbacked_symbols")
+"""Parts of messages by which torch asks a tensor without data for a number, the second in ``while_loop``."""
 
 
 def check_backward(step: nn.Module) -> None:
@@ -366,7 +370,7 @@ def check_loss(
     except skip:
         return
     except Exception as error:
-        if "data is not allocated" in str(error):  # torch asks a tensor without data for a number
+        if any(part in str(error) for part in _ASKS_FOR_DATA):
             return
         if isinstance(error, AttributeError | KeyError) and "loss" in str(error):
             raise ModelError(f"the forward returns no loss: {error}", hint=fix) from error

@@ -10,6 +10,7 @@ import contextlib
 import dis
 import inspect
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,8 +22,8 @@ from torch import fx, nn
 from hap.capture.compiling_private import Asked, told
 from hap.capture.graph_break import GraphBreak
 from hap.capture.layer_calls import LayerCall
-from hap.capture.packed_sequences import MODULES, forward_of
 from hap.capture.messages_private import message_functions, silent
+from hap.capture.packed_sequences import MODULES, forward_of
 from hap.capture.regions_private import repeated_once
 from hap.capture.replaced_functions import INLINED
 from hap.capture.sizes_private import decided_sizes
@@ -49,7 +50,6 @@ def dynamo_graph(
     Raises:
         GraphBreak: the Python code depends on tensor data, or can't be traced.
     """
-    import torch._dynamo as dynamo
     asked = Asked(compiled=False)
     try:
         with told(compiled=False) as asked:
@@ -72,6 +72,7 @@ def _graph(
     module: nn.Module, args: tuple[torch.Tensor, ...], kinds: Sequence[type[nn.Module]],
     calls: Sequence[LayerCall], no_rows: bool | None,
 ) -> fx.GraphModule:  # fmt: skip
+    import torch._dynamo as dynamo
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
     from torch._dynamo.variables.builtin import populate_builtin_to_tensor_fn_map
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -94,15 +95,16 @@ def _graph(
             _decided_branches(),
             _known_lists(),
             _inlined(),
-            known_numbers(),
             silent(),
+            known_numbers(),
             repeated_once(kinds, calls),
             decided_sizes(no_rows) as sizes,
         ):
             warnings.simplefilter("ignore")
             captured: fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
     except capture_errors() as error:
-        raise GraphBreak(error, isinstance(error, data_dependent_errors())) from error
+        on_data = isinstance(error, data_dependent_errors())
+        raise GraphBreak(error, on_data, _lines_traced(error)) from error
     captured.meta["sizes"] = sizes
     return captured
 
@@ -381,7 +383,21 @@ def capture_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions of a capture if the code can't be one graph."""
     from torch._dynamo.exc import TorchDynamoException
 
-    return (TorchDynamoException, AssertionError, *data_dependent_errors())
+    return (TorchDynamoException, AssertionError, NotImplementedError, *data_dependent_errors())
+
+
+def _lines_traced(error: Exception) -> list[tuple[str, object]]:
+    """Return the files and lines that the tracer was at, from the outermost, when an error was raised."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+    translators = (
+        frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+    return [
+        (t.f_code.co_filename, t.lineno)
+        for t in translators
+        if isinstance(t, InstructionTranslatorBase)
+    ]
 
 
 @contextlib.contextmanager

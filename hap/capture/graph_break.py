@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections.abc import Sequence
+
+from hap.capture.source_lines import innermost
 
 
 class GraphBreak(Exception):
-    """Capture met code that it can't trace; ``line`` is the user's line if known."""
+    """Capture met code that it can't trace; ``line`` is the user's line if known.
 
-    def __init__(self, error: Exception, on_data: bool) -> None:
+    Args:
+        frames: files and lines that the tracer was at, for an error that does not know them.
+    """
+
+    def __init__(
+        self, error: Exception, on_data: bool, frames: Sequence[tuple[str, object]] = ()
+    ) -> None:
         text = str(error).strip()
         (first, *lines) = text.splitlines() or [type(error).__name__]
         told = next((x for x in lines if "Explanation: " in x), "").partition("Explanation: ")[2]
@@ -23,6 +31,4 @@ class GraphBreak(Exception):
             re.search(r"data.dependent|dynamic shape|\.item\b", text, re.IGNORECASE)
         )
         stack = getattr(error, "real_stack", None) or ()
-        own = str(Path(__file__).parent)  # which calls the user's loss, for example
-        frames = [f for f in stack if "/torch/" not in f.filename and own not in f.filename]
-        self.line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        self.line = innermost([(f.filename, f.lineno) for f in stack] or frames)

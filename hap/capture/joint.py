@@ -58,6 +58,9 @@ def _traced(
     if asked := graph.meta["sizes"].asked:
         _check_rows_needed(step, tensors, len(asked))
     _check_replaced_data(graph.graph)
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and str(node.target) in _PROGRAMS:
+            raise programs_inside(node)
     name_known(graph)
     keep_all_rows(graph)
     numbers_as_tensors(graph)
@@ -84,6 +87,20 @@ def _check_rows_needed(step: nn.Module, tensors: Any, asked: int) -> None:
         if not any(loss.requires_grad for loss in losses):
             return
     dynamo_private.dynamo_graph(step, tensors, no_rows=None)
+
+
+_PROGRAMS = ("cond", "while_loop", "scan", "map_impl")
+"""Operators that run programs which stay programs in the graph; torch can't differentiate all of them."""
+
+
+def programs_inside(node: fx.Node) -> ModelError:
+    """Return the error for an operator that runs programs."""
+    return ModelError(
+        f"the step runs programs inside of an operator ({node.target}), whose splits are not known",
+        where=source_of(node),
+        hint="compute both branches and choose by torch.where; write a loop in Python, with as many turns "
+        "for every batch",
+    )
 
 
 def _check_replaced_data(graph: fx.Graph) -> None:

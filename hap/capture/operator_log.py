@@ -95,8 +95,10 @@ class OperatorLog(torch_private.TorchDispatchMode):
             elif made := self._made.get(torch_private.storage_number(value)):
                 data = made[0], value.stride(), value.storage_offset()
             return value.dtype, tuple(value.shape), data
-        if isinstance(value, torch.Generator):
-            return "a generator"
+        if isinstance(value, torch.Generator | nn.Module) or callable(
+            value
+        ):  # no names of their own
+            return type(value).__name__
         return [self._told(v) for v in value] if isinstance(value, list | tuple) else value
 
 

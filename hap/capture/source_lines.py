@@ -10,6 +10,9 @@ from pathlib import Path
 import torch
 from torch import fx
 
+_PYTHON = str(Path(re.__file__).parents[1])
+"""The folder of Python's own library, in which the installed packages have a folder."""
+
 _NOT_THE_USERS = tuple(
     f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
 )
@@ -19,7 +22,7 @@ _NOT_THE_USERS = tuple(
 def raised_at(error: Exception) -> str:
     """The innermost line outside torch and this package that an error came through."""
     frames = traceback.extract_tb(error.__traceback__)
-    return _innermost((frame.filename, frame.lineno) for frame in frames)
+    return innermost((frame.filename, frame.lineno) for frame in frames)
 
 
 def source_of(node: fx.Node) -> str:
@@ -32,12 +35,19 @@ def line_of(trace: str) -> str:
 
     Empty if there is none, as of an operator of a model that is all torch's own modules.
     """
-    return _innermost(re.findall(r'File "([^"]+)", line (\d+)', trace))
+    return innermost(re.findall(r'File "([^"]+)", line (\d+)', trace))
 
 
-def _innermost(frames: Iterable[tuple[str, object]]) -> str:
-    outside = [f"{f}:{n}" for f, n in frames if not f.startswith(_NOT_THE_USERS)]
+def innermost(frames: Iterable[tuple[str, object]]) -> str:
+    """Return the last ``file:line`` outside torch, this package and Python's own library, or nothing."""
+    outside = [
+        f"{f}:{n}" for f, n in frames if not f.startswith(_NOT_THE_USERS) and not _of_python(f)
+    ]
     return outside[-1] if outside else ""
+
+
+def _of_python(file: str) -> bool:
+    return file.startswith(f"{_PYTHON}/") and "-packages/" not in file
 
 
 def module_of(node: fx.Node) -> str:

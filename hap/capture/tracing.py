@@ -49,7 +49,7 @@ from hap.capture.fixed_entries import tensor_of
 from hap.capture.function_caches import no_fakes_in_caches
 from hap.capture.generation_caches import leave_out_caches
 from hap.capture.graph_break import GraphBreak
-from hap.capture.joint import joint_of
+from hap.capture.joint import joint_of, programs_inside
 from hap.capture.layer_calls import watched
 from hap.capture.operator_log import (
     Attributes,
@@ -62,6 +62,7 @@ from hap.capture.packed_attention import packed_in_one_call
 from hap.capture.padding import HINT as ROWS_HINT
 from hap.capture.recompute import WAYS, Region
 from hap.capture.recurrence import LAYERS
+from hap.capture.remedies import remedy_of
 from hap.capture.repeated_layers import repeated_kinds
 from hap.capture.replaced_functions import UNTRACED
 from hap.capture.source_lines import line_of, module_of, raised_at, source_of
@@ -145,8 +146,8 @@ def captured(
     check_recipe(autocast, "")
     check_module(module)
     check_parameters(module)
-    check_names(module)
     check_layouts(module)
+    check_names(module)
     check_hooks(module)
     check_loss_parameters(loss)
     check_batch(flatten(batch))
@@ -237,7 +238,7 @@ def _not_one_graph(reason: str, where: str, on_data: bool = True) -> ModelError:
         )
     hint += "Entries of the batch that are always the same may be named in `fixed`"
     if not on_data:
-        hint = "compute this in __init__ or in batch(), or with torch's operators alone"
+        hint = remedy_of(reason)
     return ModelError(
         f"the forward can't be captured as one graph: {reason}", where=where, hint=hint
     )
@@ -333,11 +334,7 @@ def _convert(
             values[node] = values[node.args[0]][node.args[1]]
             continue
         if "." not in str(node.target):
-            raise ModelError(
-                f"the step runs programs inside of an operator ({node.target}), whose splits are "
-                "not known",
-                where=source_of(node), hint="compute both branches and choose by torch.where",
-            )  # fmt: skip
+            raise programs_inside(node)
         results = node.meta["val"]
         many = isinstance(results, tuple | list)
         tensors = [
