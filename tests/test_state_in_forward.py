@@ -7,7 +7,7 @@ import gc
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -114,6 +114,63 @@ def test_the_line_of_the_first_difference_is_named() -> None:
     assert refused.value.where.endswith(f"test_state_in_forward.py:{line}")
 
 
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """The caches of functions are found among the objects that the tests' collector has not frozen."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+class Tables:
+    """Tables of a class, which its objects share, and of an object."""
+
+    of_class: ClassVar[dict[int, Tensor]] = {}
+
+    def __init__(self) -> None:
+        self.one: Any = None
+
+
+TABLE: dict[int, Any] = {}
+ROW: Any = None
+OBJECT = Tables()
+
+
+def kept_in_a_global_dict(net: Net, x: Tensor) -> Tensor:
+    if 4 not in TABLE:
+        TABLE[4] = [torch.arange(4.0), (torch.linspace(0, 1, 4),)]
+    return (net.layer(x) * TABLE[4][0].to(x) + TABLE[4][1][0].to(x)).square().mean()
+
+
+def kept_in_a_global(net: Net, x: Tensor) -> Tensor:
+    global ROW
+    if ROW is None:
+        ROW = torch.arange(4.0)
+    return (net.layer(x) * ROW.to(x)).square().mean()
+
+
+def kept_in_an_object(net: Net, x: Tensor) -> Tensor:
+    if OBJECT.one is None:
+        OBJECT.one = torch.arange(4.0)
+    if 4 not in OBJECT.of_class:
+        OBJECT.of_class[4] = torch.ones(4)
+    return (net.layer(x) * OBJECT.one.to(x) * OBJECT.of_class[4].to(x)).square().mean()
+
+
+@pytest.mark.parametrize("forward", [kept_in_a_global_dict, kept_in_a_global, kept_in_an_object])
+def test_constants_kept_outside_of_the_module_are_made_anew(thawed: None, forward: Any) -> None:
+    net, x = Net(forward), torch.randn(6, 4)
+    ops = [node.op for node in capture(net, x).nodes]
+    assert "aten.arange.start_step" in ops or "aten.arange.default" in ops
+    assert (TABLE, ROW, OBJECT.one, Tables.of_class) == ({}, None, None, {})
+    assert net(x).item() > 0
+    again = [node.op for node in capture(net, x).nodes]
+    assert "hap.constant.default" in again  # the caches now hold real tensors
+    TABLE.clear()
+    Tables.of_class.clear()
+    OBJECT.one, globals()["ROW"] = None, None
+
+
 class CountingLoss:
     def __init__(self) -> None:
         self.calls = 0
@@ -145,14 +202,6 @@ def mask(n: int) -> Tensor:
 
 def cached_by_a_function(net: Net, x: Tensor) -> Tensor:
     return (net.layer(x) @ mask(4)).square().mean()
-
-
-@pytest.fixture
-def thawed() -> Iterator[None]:
-    """The caches of functions are found among the objects that the tests' collector has not frozen."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
 
 
 @pytest.mark.parametrize("forward", [plain, counted_for_nothing, cached_by_a_function])

@@ -11,21 +11,26 @@ from typing import Any
 from torch import Tensor
 
 from hap.capture import torch_private
+from hap.capture.kept_constants import forget
 
 _CACHED = type(functools.lru_cache(len))
 
 
 @contextlib.contextmanager
-def no_fakes_in_caches(some_live: Callable[[], bool]) -> Iterator[None]:
+def no_fakes_in_caches(
+    some_live: Callable[[], bool], constants: Callable[[], list[Tensor]]
+) -> Iterator[None]:
     """Clear the caches of functions that hold tensors without data at the end of the context.
 
     Args:
+        constants: returns the constants that were made in the context and that something holds, to be forgotten.
         some_live: whether anything holds a tensor that was made in the context. To look through all objects
             takes as long as a small model's trace.
     """
     try:
         yield
     finally:
+        forget(constants())
         for cached in gc.get_objects() if some_live() else ():
             if type(cached) is _CACHED and any(map(_holds_fake, gc.get_referents(cached))):
                 cached.cache_clear()

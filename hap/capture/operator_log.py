@@ -38,6 +38,11 @@ class OperatorLog(torch_private.TorchDispatchMode):
         self._results = [result for result in self._results if result() is not None]
         return bool(self._results)
 
+    def constants_live(self) -> list[Tensor]:
+        """Return the constants that one of the operators made and that something holds."""
+        found = (result() for result in self._results) if self.results_live() else ()
+        return [tensor for tensor in found if tensor is not None and self.is_constant(tensor)]
+
     def is_constant(self, tensor: Tensor) -> bool:
         known = torch_private.storage_number(tensor) in self._made
         return known or not torch_private.is_fake(tensor)

@@ -50,6 +50,7 @@ from hap.capture.function_caches import no_fakes_in_caches
 from hap.capture.generation_caches import leave_out_caches
 from hap.capture.graph_break import GraphBreak
 from hap.capture.joint import joint_of, programs_inside
+from hap.capture.kept_constants import forget
 from hap.capture.layer_calls import watched
 from hap.capture.operator_log import (
     Attributes,
@@ -163,7 +164,7 @@ def captured(
     grad = torch.set_grad_enabled(torch.is_grad_enabled())  # a trace that fails may leave it off
     log = OperatorLog()
     with (
-        no_fakes_in_caches(log.results_live), grad, mode, gc_paused(), casts_of_cuda(), parts,
+        no_fakes_in_caches(log.results_live, log.constants_live), grad, mode, gc_paused(), casts_of_cuda(), parts,
         experts_by_row(), layers, packed, scattered,
     ):  # fmt: skip
         with dynamo_private.as_if_compiling():
@@ -182,6 +183,7 @@ def captured(
                 line = "" if place is None else log.line_of(place, lambda: step(*tensors))
                 if place is None and attributes.restore(log, saved):
                     counter = ""
+        forget(log.constants_live())
         check_gradient_hooks(step.module)  # those that the forward registers
         after = state_of(step.module)
         check_state(before, after, saved)
