@@ -1,4 +1,4 @@
-"""Forwards that ask whether they are compiled, and that write messages or show their progress."""
+"""Forwards that ask whether they are compiled, write messages, show their progress, or move modules."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hap.capture.tracing import capture
+from hap.errors import ModelError
 from hap.ir.graph import Graph
 
 
@@ -99,3 +100,18 @@ def test_messages_and_progress_are_no_part_of_the_program() -> None:
     assert products(captured(logs)) == 1
     pytest.importorskip("tqdm")
     assert products(captured(shows_progress)) == 4
+
+
+@pytest.mark.parametrize("where", ["device", "dtype", "like"])
+def test_a_module_that_is_moved_to_where_it_is_stays(where: str) -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        there = x if where == "like" else getattr(x, where)
+        return net.layer.to(there)(x).square().mean()  # type: ignore[no-any-return]
+
+    assert products(captured(forward)) == 1
+
+
+def test_a_module_that_is_cast_is_refused_with_what_to_write() -> None:
+    with pytest.raises(ModelError, match="swap") as refused:
+        captured(lambda net, x: net.layer.to(torch.float16)(x.half()).square().mean())
+    assert "cast tensors in the forward" in refused.value.hint

@@ -332,6 +332,8 @@ _HINTS = {
     "not linked with support for cuda": _DEVICE,
     "Found no NVIDIA driver": _DEVICE,
     "found two different devices": _DEVICE,
+    "Couldn't swap": "cast tensors in the forward, not modules: F.linear(x, self.linear.weight.to(dtype)); or set "
+    "`autocast` in the model file",
     "process group": "write the forward for one device: the plan adds the collectives",
 }
 _HINT = "the model must run on the batch that batch() returns"

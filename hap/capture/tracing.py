@@ -52,6 +52,7 @@ from hap.capture.graph_break import GraphBreak
 from hap.capture.joint import joint_of, programs_inside
 from hap.capture.kept_constants import forget
 from hap.capture.layer_calls import watched
+from hap.capture.module_moves import modules_stay
 from hap.capture.operator_log import (
     Attributes,
     OperatorLog,
@@ -165,7 +166,7 @@ def captured(
     log = OperatorLog()
     with (
         no_fakes_in_caches(log.results_live, log.constants_live), grad, mode, gc_paused(), casts_of_cuda(), parts,
-        experts_by_row(), layers, packed, scattered,
+        experts_by_row(), layers, packed, scattered, modules_stay(),
     ):  # fmt: skip
         with dynamo_private.as_if_compiling():
             skip = torch_private.data_dependent_errors()
