@@ -105,6 +105,12 @@ def line_of_the_library(net: Net, x: Tensor) -> Tensor:
     return net.layer(x).mean() * len(json.dumps({"a": 1}))
 
 
+def a_place_in_a_queue(net: Net, x: Tensor) -> Tensor:
+    at = int(net.scale.sum())
+    net.scale[at : at + 1] = 2.0
+    return (net.layer(x) * net.scale).square().mean()
+
+
 GENERATOR = torch.Generator()
 MISTAKES = {
     backward: ("the forward calls backward()", "return the loss alone", False),
@@ -119,6 +125,7 @@ MISTAKES = {
     a_hook: ("one graph", "register hooks in __init__", True),
     a_policy: ("one graph", "outside of the forward as context_fn", True),
     a_branch_as_program: ("inside of an operator (cond)", "torch.where", True),
+    a_place_in_a_queue: ("Python reads a number of a tensor", "torch.arange", True),
     a_loop_as_program: ("inside of an operator (while_loop)", "a loop in Python", True),
     line_of_the_library: ("one graph", "__init__", True),
     a_collective: ("the forward fails", "the plan adds the collectives", True),
@@ -137,6 +144,7 @@ def test_a_mistake_is_told_with_its_line_and_what_to_write(forward: Any) -> None
     assert ("test_forward_mistakes.py:" in caught.value.where) == located
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr"])
 def test_sparse_tensors_of_the_model_are_refused_by_name(kind: str) -> None:
     net = Net(lambda net, x: (net.adjacency @ net.layer(x)).square().mean())

@@ -111,8 +111,8 @@ def _check_replaced_data(graph: fx.Graph) -> None:
             raise ModelError(
                 "the forward replaces the data of a parameter, a buffer or the batch",
                 where=source_of(node),
-                hint="write into a buffer, self.b.copy_(...), in place of self.b.data = ...; "
-                "only the optimizer changes parameters",
+                hint="write into it, self.b.copy_(...), in place of self.b.data = ...; parameters that require no "
+                "grad may be written into, too, and only the optimizer changes the others",
             )
 
 

@@ -2,6 +2,47 @@
 
 from __future__ import annotations
 
+import re
+
+from hap.capture.padding import HINT as ROWS_HINT
+from hap.errors import ModelError
+
+_READ = "aten._local_scalar_dense"
+
+
+def not_one_graph(reason: str, where: str, on_data: bool = True) -> ModelError:
+    """Return the error for code that can't be traced.
+
+    Args:
+        reason: the tracer's message and explanation.
+        where: the user's line.
+        on_data: it depends on the numbers of tensors.
+    """
+    hint = (
+        "the program must not depend on tensor data: no `if` on a tensor's value, "
+        "no .item(), no shapes made from data; torch.where often does instead. "
+    )
+    if re.search(r"\bu\d+\b|aten.nonzero", reason):  # a size that is data
+        reason = reason.replace("Consider annotating your code using torch._check*(). ", "")
+        reason = f"it decides by a number that is data ({reason})"
+        hint = (
+            "how many rows x[mask] has is data. A loop over experts may run for all of them, and without a branch "
+            f"for none: torch computes with no rows, too. Or {ROWS_HINT}. "
+        )
+    if _READ in reason:
+        reason = (
+            f"Python reads a number of a tensor, as a size, an index, a key or a result ({_READ})"
+        )
+        hint += (
+            "An index may be a tensor: queue[(self.begin + torch.arange(n)) % len(queue)] = keys. "
+        )
+    hint += "Entries of the batch that are always the same may be named in `fixed`"
+    if not on_data:
+        hint = remedy_of(reason)
+    return ModelError(
+        f"the forward can't be captured as one graph: {reason}", where=where, hint=hint
+    )
+
 
 def remedy_of(reason: str) -> str:
     """Return what to do about code that can't be traced.

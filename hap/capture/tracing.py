@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import operator
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -61,10 +60,9 @@ from hap.capture.operator_log import (
     first_difference,
 )
 from hap.capture.packed_attention import packed_in_one_call
-from hap.capture.padding import HINT as ROWS_HINT
 from hap.capture.recompute import WAYS, Region
 from hap.capture.recurrence import LAYERS
-from hap.capture.remedies import remedy_of
+from hap.capture.remedies import not_one_graph
 from hap.capture.repeated_layers import repeated_kinds
 from hap.capture.replaced_functions import UNTRACED
 from hap.capture.source_lines import line_of, module_of, raised_at, source_of
@@ -196,10 +194,10 @@ def captured(
                 with dynamo_private.as_if_compiling(), log, torch_private.known_numbers():
                     check_same(lambda: step(*tensors), log, seen, counter)
         except GraphBreak as error:
-            raise _not_one_graph(str(error), error.line, error.depends_on_data) from error
+            raise not_one_graph(str(error), error.line, error.depends_on_data) from error
         except torch_private.data_dependent_errors() as error:
             text = str(error)
-            raise _not_one_graph(text.partition("\n")[0], line_of(text)) from error
+            raise not_one_graph(text.partition("\n")[0], line_of(text)) from error
     joint = _with_buffers(joint, module)
     real_pairs(joint.graph, source_of)
     simplify_masks(joint.graph)
@@ -225,26 +223,6 @@ def check_recipe(autocast: str, recompute: str, float32_matmul_precision: str = 
     ):  # fmt: skip
         if given and given not in known:
             raise InputError(f"{name} {given!r}", hint=f"use one of {', '.join(known)}")
-
-
-def _not_one_graph(reason: str, where: str, on_data: bool = True) -> ModelError:
-    hint = (
-        "the program must not depend on tensor data: no `if` on a tensor's value, "
-        "no .item(), no shapes made from data; torch.where often does instead. "
-    )
-    if re.search(r"\bu\d+\b|aten.nonzero", reason):  # a size that is data
-        reason = reason.replace("Consider annotating your code using torch._check*(). ", "")
-        reason = f"it decides by a number that is data ({reason})"
-        hint = (
-            "how many rows x[mask] has is data. A loop over experts may run for all of them, and without a branch "
-            f"for none: torch computes with no rows, too. Or {ROWS_HINT}. "
-        )
-    hint += "Entries of the batch that are always the same may be named in `fixed`"
-    if not on_data:
-        hint = remedy_of(reason)
-    return ModelError(
-        f"the forward can't be captured as one graph: {reason}", where=where, hint=hint
-    )
 
 
 def _fake(step: Step, batch: Mapping[str, TorchTensor], mode: Any) -> tuple[Step, Any]:
