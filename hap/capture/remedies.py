@@ -71,6 +71,7 @@ REMEDIES: dict[tuple[str, ...], str] = {
     ): "use detach() in the forward, or set requires_grad of parameters in model()",
     (
         "setattr is not supported on type",
+        "`setattr` with argument types ['type'",  # until torch 2.12
         "register_forward",
     ): "register hooks in __init__, and keep what they see in a list that each forward clears",
     (
