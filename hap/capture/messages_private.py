@@ -61,14 +61,9 @@ def silent() -> Iterator[None]:
         yield
 
 
-_TQDM = (
-    "tqdm",
-    "tqdm.std",
-    "tqdm.auto",
-    "tqdm.asyncio",
-    "tqdm.autonotebook",
-    "tqdm.notebook",
-    "tqdm.rich",
+_TQDM = tuple(
+    f"tqdm{part}"
+    for part in ("", ".std", ".auto", ".asyncio", ".autonotebook", ".notebook", ".rich")
 )
 """Modules that have a ``tqdm`` and a ``trange``."""
 

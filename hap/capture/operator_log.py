@@ -100,10 +100,8 @@ class OperatorLog(torch_private.TorchDispatchMode):
             elif made := self._made.get(torch_private.storage_number(value)):
                 data = made[0], value.stride(), value.storage_offset()
             return value.dtype, tuple(value.shape), data
-        if isinstance(value, torch.Generator | nn.Module) or callable(
-            value
-        ):  # no names of their own
-            return type(value).__name__
+        if isinstance(value, torch.Generator | nn.Module) or callable(value):
+            return type(value).__name__  # they have no names of their own
         return [self._told(v) for v in value] if isinstance(value, list | tuple) else value
 
 

@@ -55,32 +55,21 @@ def remedy_of(reason: str) -> str:
 
 
 REMEDIES: dict[tuple[str, ...], str] = {
-    (
-        "torch.compiler.disable",
-        "function `disable`",
-    ): "leave out torch.compiler.disable: a plan has the whole forward",
-    ("as_proxy", "opaque object", "Generator"): "pass torch's functions tensors and numbers alone, "
-    "and no `generator=`: the run seeds all random numbers. Those that are the same in every step belong into a buffer",
-    (
-        "Random.",
-        "random.",
-    ): "draw by torch.rand; what chance decides is a factor of 0 or 1, in place of a branch",
+    ("torch.compiler.disable", "function `disable`"):
+        "leave out torch.compiler.disable: a plan has the whole forward",
+    ("as_proxy", "opaque object", "Generator"):
+        "pass torch's functions tensors and numbers alone, and no `generator=`: the run seeds all random numbers. "
+        "Those that are the same in every step belong into a buffer",
+    ("Random.", "random."):
+        "draw by torch.rand; what chance decides is a factor of 0 or 1, in place of a branch",
     ("builtin `time.",): "measure the time around the step, outside of the forward",
-    (
-        "requires_grad",
-    ): "use detach() in the forward, or set requires_grad of parameters in model()",
-    (
-        "setattr is not supported on type",
-        "`setattr` with argument types ['type'",  # until torch 2.12
-        "register_forward",
-    ): "register hooks in __init__, and keep what they see in a list that each forward clears",
-    (
-        "torch.nn.Parameter",
-    ): "make modules with parameters in __init__: those of the forward are not trained",
+    ("requires_grad",): "use detach() in the forward, or set requires_grad of parameters in model()",
+    ("setattr is not supported on type", "`setattr` with argument types ['type'", "register_forward"):
+        "register hooks in __init__, and keep what they see in a list that each forward clears",
+    ("torch.nn.Parameter",):
+        "make modules with parameters in __init__: those of the forward are not trained",
     ("copy.deepcopy",): "copy modules in __init__; of a tensor, use clone()",
     ("function `backward`",): "return the loss alone, or compute a gradient by torch.autograd.grad",
-    (
-        "context_fn",
-    ): "pass a function that is defined outside of the forward as context_fn, or none",
-}
+    ("context_fn",): "pass a function that is defined outside of the forward as context_fn, or none",
+}  # fmt: skip
 """Parts of the tracer's messages -> what to do."""
