@@ -15,19 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hap.capture.small_optimizer import small_copy
-from hap.capture.user_optimizer import DrawsNumbers, examine
+from hap.capture.user_optimizer import ELEMENTWISE, DrawsNumbers, examine
 from hap.errors import HapError, PlanError
 from hap.ir.storage_levels import TensorCut
 from hap.runtime.hap_module import HapModule
-
-ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
-        "SGD", "SparseAdam",
-    )
-)  # fmt: skip
-"""Optimizers of torch that train each element by itself."""
 
 _shards: Any = WeakIdKeyDictionary()
 """Parameter of a model that was given to ``hap.compile`` -> a weak reference to its shard."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import hap
+from hap.capture.user_optimizer import ELEMENTWISE, examine
 from hap.errors import PlanError
 from hap.ir.plan import Plan
 from hap.optim import Lamb, Lars, tensor_norms
@@ -139,13 +140,13 @@ def case() -> Case:
 @cache
 def plan() -> Plan:
     """Return a plan that cuts both matrices; one rank has no elements of the first."""
-    return random_plan(case(), 3, 1)
+    return random_plan(case(), 3, 4)
 
 
 def test_the_plan_cuts_matrices() -> None:
     shapes = [[plan().local_shape(t, r) for r in range(3)] for t in ("primals_1", "primals_3")]
     elements = [[a * b for a, b in shape] for shape in shapes]
-    assert elements == [[48, 24, 0], [36, 24, 12]]
+    assert elements == [[36, 12, 24], [0, 60, 12]]
 
 
 def on_ranks(act: Callable[[nn.Module, nn.Module, Callable[[], Tensor]], Any]) -> list[Any]:
@@ -217,9 +218,7 @@ def warming_up(optimizer: optim.Optimizer) -> optim.Optimizer:
 ALLOWED: dict[str, Callable[[Any], optim.Optimizer]] = {
     **{
         kind.__name__: (lambda params, kind=kind: kind(params, lr=1e-2))
-        for kind in sorted(
-            optimizer_checks.ELEMENTWISE - {optim.SparseAdam}, key=lambda k: k.__name__
-        )
+        for kind in sorted(ELEMENTWISE - {optim.SparseAdam}, key=lambda k: k.__name__)
     },
     "fused": lambda params: optim.AdamW(params, fused=True),
     "foreach": lambda params: optim.Adam(params, foreach=True),
@@ -270,6 +269,27 @@ def test_an_optimizer_that_reads_whole_parameters_is_refused(name: str) -> None:
         assert all(map(torch.equal, module.parameters(), before))
 
     on_ranks(act)
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE - {optim.SparseAdam}, ids=lambda kind: kind.__name__)
+def test_optimizers_that_are_known_to_be_elementwise_are(kind: type[optim.Optimizer]) -> None:
+    """They are not tried on parts of parameters; a class of another name is."""
+    other = type("Other", (kind,), {})
+    assert not examine(lambda params: other(params, lr=1e-2)).whole_parameters
+
+
+def test_a_known_optimizer_with_a_changed_step_is_tried() -> None:
+    def clipped(params: Any) -> optim.Optimizer:
+        made = optim.AdamW(params, lr=1e-2)
+
+        def clip(*called: Any) -> None:
+            nn.utils.clip_grad_norm_(made.param_groups[0]["params"], 1e-3)
+
+        made.register_step_pre_hook(clip)
+        return made
+
+    assert examine(clipped).whole_parameters
+    assert not examine(optim.AdamW).whole_parameters
 
 
 def test_an_optimizer_that_draws_numbers_is_refused() -> None:

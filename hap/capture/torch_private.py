@@ -47,6 +47,11 @@ def recurrent_layer(mode: str) -> Callable[..., Any]:
     return found
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether hooks run before or after the steps of this optimizer; those of all optimizers do not count."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 def import_tracer() -> None:
     """Import torch's tracer now: its tables keep classes of torch, such as ``finfo``, as it finds them."""
     import torch._dynamo  # noqa: F401

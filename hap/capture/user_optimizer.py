@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hap.capture import torch_private
 from hap.errors import HapError, ModelError
 from hap.ir.optimizer_kind import OptimizerKind
 
@@ -19,6 +20,15 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 """``optimizer(params)``, or ``optimizer(named_parameters)``, which gets (name, parameter) pairs."""
 
 NAMED = "named_parameters"
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
+        "SGD", "SparseAdam",
+    )
+)  # fmt: skip
+"""Optimizers of torch that train each element by itself."""
 
 SCALES = (1.0, 1.0, 2.0, 2.0, 1e-4, 1e4, 1.0, 1.0)
 """Sizes of the gradients in the steps that examine an optimizer: clipping acts on some alone, an optimizer may find its
@@ -100,7 +110,7 @@ def examine(
     run = partial(_trained, make, models, closures)
     try:
         optimizer, params, whole = run()
-        alike = all(
+        alike = _is_plain(optimizer) or all(
             _joins([run(dim, part)[2] for part in (slice(1), slice(1, None))], dim, whole)
             for dim in range(max(p.dim() for p in models.values()))
         )  # fmt: skip
@@ -138,6 +148,12 @@ def examine(
         found = sum(isinstance(t, torch.Tensor) and t.shape == p.shape != () for t in state)
         states = max(states, found)
     return OptimizerKind(name=name, states=states, whole_parameters=across)
+
+
+def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is known to train each element by itself: one of torch's, whose step nothing changes."""
+    changed = "step" in vars(optimizer) or torch_private.has_step_hooks(optimizer)
+    return type(optimizer) in ELEMENTWISE and not changed
 
 
 def _equal(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
