@@ -184,7 +184,7 @@ def without_slow() -> Plan:
 def test_a_device_that_is_left_out_has_the_step_with_it(tmp_path: Path) -> None:
     plan = without_slow()
     assert plan.left_out == ("m:1",)
-    assert plan.program.collectives and the_plan(plan, "").collectives == 0, "it has one device"
+    assert not plan.program.collectives and the_plan(plan, "").collectives == 0
     known = alternatives(plan, "m:1")
     assert [row.chosen for row in known] == [True, False]
     searched = alternatives(plan, "m:1", SLOW)

@@ -324,7 +324,10 @@ class Sleeping(LocalComm):
 def test_a_constant_lag_beside_computing_is_delay_and_no_drag(
     monkeypatch: pytest.MonkeyPatch, late_s: float
 ) -> None:
-    """The products last longer than the collective, which is awaited after them."""
+    """The products last longer than the collective, which is awaited after them.
+
+    Other work on the machine lengthens a measurement: one of three must be right.
+    """
     monkeypatch.setattr(contention_bench, "gathered_from_all", lambda mine: (mine, mine))
     comm = Sleeping(late_s)
     with ThreadPoolExecutor() as pool:
@@ -332,10 +335,13 @@ def test_a_constant_lag_beside_computing_is_delay_and_no_drag(
         def start(call: Callable[[], Any]) -> Callable[[], Any]:
             return pool.submit(comm.run, call).result
 
-        (_, found) = contention_bench.measure(comm, start, [1.0, 1.0], CPU, {})
-    assert isinstance(found, BesideRecord)
-    assert statistics.median(found.drag[0]) < 1.5
-    assert statistics.median(found.delay[0]) == pytest.approx(late_s, abs=0.02)
+        for _ in range(3):
+            (_, found) = contention_bench.measure(comm, start, [1.0, 1.0], CPU, {})
+            assert isinstance(found, BesideRecord)
+            drag, delay_s = statistics.median(found.drag[0]), statistics.median(found.delay[0])
+            if right := drag < 1.5 and delay_s == pytest.approx(late_s, abs=0.02):
+                break
+    assert right, (drag, delay_s)
 
 
 @pytest.mark.parametrize(("drag", "delay_s"), [(1.0, 0.0), (1.0, 0.05), (2.0, 0.03), (3.0, 0.0)])
