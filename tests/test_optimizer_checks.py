@@ -215,11 +215,10 @@ def warming_up(optimizer: optim.Optimizer) -> optim.Optimizer:
     return optimizer
 
 
+KNOWN = sorted(ELEMENTWISE - {optim.SparseAdam}, key=lambda kind: kind.__name__)
+
 ALLOWED: dict[str, Callable[[Any], optim.Optimizer]] = {
-    **{
-        kind.__name__: (lambda params, kind=kind: kind(params, lr=1e-2))
-        for kind in sorted(ELEMENTWISE - {optim.SparseAdam}, key=lambda k: k.__name__)
-    },
+    **{kind.__name__: (lambda params, kind=kind: kind(params, lr=1e-2)) for kind in KNOWN},
     "fused": lambda params: optim.AdamW(params, fused=True),
     "foreach": lambda params: optim.Adam(params, foreach=True),
     "groups": lambda params: optim.SGD([{"params": [p], "lr": 0.1} for p in params]),
@@ -271,7 +270,7 @@ def test_an_optimizer_that_reads_whole_parameters_is_refused(name: str) -> None:
     on_ranks(act)
 
 
-@pytest.mark.parametrize("kind", ELEMENTWISE - {optim.SparseAdam}, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", KNOWN, ids=lambda kind: kind.__name__)
 def test_optimizers_that_are_known_to_be_elementwise_are(kind: type[optim.Optimizer]) -> None:
     """They are not tried on parts of parameters; a class of another name is."""
     other = type("Other", (kind,), {})
