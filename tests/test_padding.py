@@ -19,7 +19,6 @@ from hap.capture.padding.entries import ACTIVATIONS, CONVERSIONS, SMOOTH, is_ent
 from hap.capture.padding.row_indexing import INDEXING
 from hap.capture.padding.rules import RULES
 from hap.capture.read_numbers import numbers_as_tensors
-from hap.capture.regions_private import HAS_REGIONS
 from hap.capture.tracing import capture
 from hap.errors import ModelError
 from tests.random_plans import make_case, random_plan, verdict
@@ -303,8 +302,8 @@ def test_a_comparison_has_one_name_however_the_tracer_calls_it() -> None:
 
 @pytest.mark.parametrize("name", [*CASES, *OTHERS])
 def test_rows_that_are_not_chosen_change_nothing(name: str) -> None:
-    if name == "probabilities" and not HAS_REGIONS:
-        pytest.skip("the tracer of this torch asks how many rows there are")
+    if name == "probabilities" and torch.__version__.startswith(("2.11.", "2.12.")):
+        pytest.skip("torch 2.11 and 2.12 ask how many rows there are")
     module = Rows({**CASES, **OTHERS}[name])
     graph, called = _replaced(module)
     assert name in called or name in OTHERS
