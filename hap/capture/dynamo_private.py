@@ -380,7 +380,10 @@ def _is_caught(translator: Any) -> bool:
 
 
 def capture_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions of a capture if the code can't be one graph."""
+    """Return the exceptions of a capture if the code can't be one graph.
+
+    The tracer raises NotImplementedError for values that no graph can hold, such as a generator.
+    """
     from torch._dynamo.exc import TorchDynamoException
 
     return (TorchDynamoException, AssertionError, NotImplementedError, *data_dependent_errors())

@@ -1,4 +1,4 @@
-"""What to write in place of code that torch's tracer refuses."""
+"""Remedies for code that torch's tracer refuses."""
 
 from __future__ import annotations
 

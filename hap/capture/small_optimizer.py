@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hap.capture import torch_private
+
 
 def small_copy(
     optimizer: Optimizer, wanted: Collection[int], small: Mapping[tuple[int, int], nn.Parameter]
@@ -41,7 +43,7 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
         if isinstance(value, Optimizer) and id(value) not in memo:
             _copied(value, memo)
     for name, value in vars(optimizer).items():
-        if name.startswith("_optimizer_"):
+        if name.startswith(torch_private.STEP_HOOKS):
             vars(new)[name] = type(value)()  # no hooks
         elif name != "step":  # a scheduler's, which counts the steps of the original
             vars(new)[name] = copy.deepcopy(value, memo)

@@ -47,9 +47,15 @@ def recurrent_layer(mode: str) -> Callable[..., Any]:
     return found
 
 
+STEP_HOOKS = "_optimizer_"
+"""The names of an optimizer's attributes that hold hooks begin with this."""
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether hooks run before or after the steps of this optimizer; those of all optimizers do not count."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    return any(
+        value for name, value in vars(optimizer).items() if name.startswith(f"{STEP_HOOKS}step")
+    )
 
 
 def import_tracer() -> None:
