@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hap.capture import torch_private
 from hap.capture.computed_weights import computed_weights
+from hap.capture.remedies import NESTED, SPARSE, remedy_of_failure
 from hap.errors import ModelError
 from hap.ir.graph import Graph
 
@@ -72,7 +73,7 @@ def check_layouts(module: nn.Module) -> None:
             kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
             raise ModelError(
                 f"the model holds the {kind} tensor {name!r}, but programs have dense tensors alone",
-                hint=_NESTED if tensor.is_nested else _HINTS["Sparse"],
+                hint=NESTED if tensor.is_nested else SPARSE,
             )
 
 
@@ -313,32 +314,6 @@ def check_batch(entries: Mapping[str, Tensor]) -> None:
             raise ModelError(f"{where} is {kind}", hint="return a dense tensor from batch()")
 
 
-_ARGUMENTS = (
-    "the forward gets every entry of the batch: let it take the labels too, as in "
-    "forward(self, x, y=None), where loss(output, batch) reads them"
-)
-_DEVICE = "name no device in the forward: tensors belong on that of its arguments"
-_NESTED = "use padded tensors with a mask: pad in batch()"
-_HINTS = {
-    "positional argument": _ARGUMENTS,
-    "unexpected keyword": _ARGUMENTS,
-    "FlexAttention": "a plan is made and verified on the CPU: call scaled_dot_product_attention, with a mask",
-    "Sparse": "use dense tensors: a product with a sparse matrix of the entries values at (row, column) is "
-    "torch.zeros(rows, D).index_add(0, row, values[:, None] * x[column])",
-    "NestedTensor": _NESTED,
-    "nested_tensor": _NESTED,
-    ".numpy() is not supported": "compute with torch: NumPy needs the numbers of a tensor, and a plan is made "
-    "without data",
-    "not linked with support for cuda": _DEVICE,
-    "Found no NVIDIA driver": _DEVICE,
-    "found two different devices": _DEVICE,
-    "Couldn't swap": "cast tensors in the forward, not modules: F.linear(x, self.linear.weight.to(dtype)); or set "
-    "`autocast` in the model file",
-    "process group": "write the forward for one device: the plan adds the collectives",
-}
-_HINT = "the model must run on the batch that batch() returns"
-
-
 _ASKS_FOR_DATA = ("data is not allocated", "ignore_fresh_unbacked_symbols")
 """Parts of messages by which torch asks a tensor without data for a number, the second in ``while_loop``."""
 
@@ -379,7 +354,7 @@ def check_loss(
         raise ModelError(
             f"the forward fails: {type(error).__name__}: {error}",
             where=where(error),
-            hint=next((hint for part, hint in _HINTS.items() if part in str(error)), _HINT),
+            hint=remedy_of_failure(error),
         ) from error
     if not isinstance(value, Tensor):
         raise ModelError(f"the loss is a {type(value).__name__}, not a tensor", hint=fix)

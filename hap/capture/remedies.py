@@ -1,4 +1,4 @@
-"""Remedies for code that torch's tracer refuses."""
+"""Remedies for code that torch's tracer refuses, and for a plain forward that fails."""
 
 from __future__ import annotations
 
@@ -44,6 +44,12 @@ def not_one_graph(reason: str, where: str, on_data: bool = True) -> ModelError:
     )
 
 
+def remedy_of_failure(error: Exception) -> str:
+    """Return what to do about a plain forward that fails, before any trace."""
+    found = (remedy for part, remedy in FAILURES.items() if part in str(error))
+    return next(found, "the model must run on the batch that batch() returns")
+
+
 def remedy_of(reason: str) -> str:
     """Return what to do about code that can't be traced.
 
@@ -73,3 +79,31 @@ REMEDIES: dict[tuple[str, ...], str] = {
     ("context_fn",): "pass a function that is defined outside of the forward as context_fn, or none",
 }  # fmt: skip
 """Parts of the tracer's messages -> what to do."""
+
+_ARGUMENTS = (
+    "the forward gets every entry of the batch: let it take the labels too, as in "
+    "forward(self, x, y=None), where loss(output, batch) reads them"
+)
+_DEVICE = "name no device in the forward: tensors belong on that of its arguments"
+NESTED = "use padded tensors with a mask: pad in batch()"
+SPARSE = (
+    "use dense tensors: a product with a sparse matrix of the entries values at (row, column) is "
+    "torch.zeros(rows, D).index_add(0, row, values[:, None] * x[column])"
+)
+FAILURES: dict[str, str] = {
+    "positional argument": _ARGUMENTS,
+    "unexpected keyword": _ARGUMENTS,
+    "FlexAttention": "a plan is made and verified on the CPU: call scaled_dot_product_attention, with a mask",
+    "Sparse": SPARSE,
+    "NestedTensor": NESTED,
+    "nested_tensor": NESTED,
+    ".numpy() is not supported": "compute with torch: NumPy needs the numbers of a tensor, and a plan is made "
+    "without data",
+    "not linked with support for cuda": _DEVICE,
+    "Found no NVIDIA driver": _DEVICE,
+    "found two different devices": _DEVICE,
+    "Couldn't swap": "cast tensors in the forward, not modules: F.linear(x, self.linear.weight.to(dtype)); or set "
+    "`autocast` in the model file",
+    "process group": "write the forward for one device: the plan adds the collectives",
+}
+"""Parts of the messages of a plain forward that fails -> what to do."""
