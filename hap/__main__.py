@@ -1,5 +1,5 @@
 """``python -m hap``: the command ``hap``, where it is not on the ``PATH``."""
 
-from hap.cli.commands import main
+from hap.cli.commands import console
 
-main(prog_name="hap")
+console()

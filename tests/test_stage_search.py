@@ -25,6 +25,7 @@ from hap.ir.stages import cut_stages, stage_ranges
 from hap.runtime.pipeline.segments import StageSegment, layout
 from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.cost.message_cost import least_send
+from hap.synthesizer.device_selection import CLOSE
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.planner import choose
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
@@ -419,6 +420,31 @@ def test_moved_cuts_count_only_if_they_are_faster(monkeypatch: pytest.MonkeyPatc
     assert moved.times.step_s > unmoved_s
     search = StageSearch(benchmark_case("vit", "tiny").space, unlike(3), 2)
     assert best_s() <= unmoved_s
+
+
+def test_a_stage_that_brings_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three stages, of which the last one has hardly any work."""
+    cluster = two_machines(3)
+    search = StageSearch(benchmark_case("vit", "tiny").space, cluster, 2)
+    places = search.estimates.places
+    three = next(s for s in search.estimates.sketches() if len(s.groups) == 3)
+    middle = places[len(places) // 2]
+    three = replace(three, cuts=(middle, places[-1]), estimate_s=0.0)
+    with_all = search.pipeline(three)
+    assert with_all is not None
+    monkeypatch.setattr(search.estimates, "sketches", lambda below_s: iter([three]))
+    monkeypatch.setattr(search.estimates, "recut", lambda sketch: sketch)
+    found = search.best(np.inf)
+    assert found is not None
+    assert found.cluster.world_size == 2
+    assert found.stages.cuts == (middle,)
+    assert found.times.step_s <= CLOSE * with_all.times.step_s
+    keeping = StageSearch(benchmark_case("vit", "tiny").space, cluster, 2, frozenset({0, 1, 2}))
+    assert not keeping.estimates.without_stage(three)
+    limit_s = with_all.times.step_s * (1 + 1e-9)
+    near = search.best(limit_s)
+    assert near is not None
+    assert near.times.step_s < limit_s
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 """``python -m hap.cli``: the command ``hap``."""
 
-from hap.cli.commands import main
+from hap.cli.commands import console
 
-main()
+console()

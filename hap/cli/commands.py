@@ -22,7 +22,7 @@ import click
 import hap
 from hap import cli
 from hap.cli import explain_command, init_command, report_command, simulate_command, what_if_command
-from hap.cli.answers import Seconds, Seed, answered
+from hap.cli.answers import OWN_PROCESS, Seconds, Seed, answered, gc_paused_to_end
 from hap.errors import InputError, VerifyError
 from hap.files import check_output
 from hap.ir.half_gradients import ROUNDINGS
@@ -37,6 +37,11 @@ from hap.launchers import launcher, refuse_mpirun, started_as
 )  # fmt: skip
 def main() -> None:
     """Plan, verify and run the training of a PyTorch model on a heterogeneous cluster."""
+
+
+def console() -> None:
+    """Run the command of ``sys.argv`` in this process, which ends with it."""
+    main(prog_name="hap", obj=OWN_PROCESS)
 
 
 def _versions(context: click.Context) -> None:
@@ -114,6 +119,7 @@ def _command(
     help="End the search after this time, with the best plan so far; Ctrl-C does so at once.",
 )  # fmt: skip
 @click.argument("extra", nargs=-1)
+@gc_paused_to_end
 def plan(
     model: str, cluster: str, output: str, as_json: bool, recompute: str | None,
     time_limit: float | None, extra: tuple[str, ...], **options: Any,

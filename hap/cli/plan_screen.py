@@ -149,20 +149,14 @@ def _stages(plan: Plan, stages: PipelineStages) -> RenderableType:
         names = [plan.cluster.devices[r].name for r in stage.ranks]
         modules = [n.module for n in graph.nodes if n.module and n.name not in graph.backward]
         weights = sum(graph.tensors[i.tensor].nbytes for i in graph.role("parameter"))
-        shares = "; ".join(
-            f"{alike([name])[0]} {runs(given, len(given))}" for name, given in stage.shares.items()
-        )
         rows.append(
             (
                 str(number), spans(stage.ranks), ", ".join(alike(names)),
                 f"{modules[0]} to {modules[-1]}" if modules else "", format_bytes(weights),
-                str(stage.in_flight), shares if len(names) > 1 and shares else "whole",
-                _extras(stage),
+                str(stage.in_flight), _extras(stage),
             )
         )  # fmt: skip
-    head = (
-        "stage", "rank", "devices", "modules", "weights", "in flight", "shares of a microbatch", "",
-    )  # fmt: skip
+    head = ("stage", "rank", "devices", "modules", "weights", "in flight", "")
     units = next(iter(plan.shares.values()), (1,))
     sizes = " or ".join(str(n * plan.batch_size // sum(units)) for n in dict.fromkeys(units))
     text = Text(f"{plan.microbatches} microbatches of {sizes} rows")
@@ -174,7 +168,19 @@ def _stages(plan: Plan, stages: PipelineStages) -> RenderableType:
             "and then cast to the parameter's dtype; PyTorch casts before it sums",
             style="yellow",
         )
-    return Group(text, table(head, rows, right=(0, 4, 5)))
+    return Group(text, table(head, rows, right=(0, 4, 5)), *_inside_stages(stages))
+
+
+def _inside_stages(stages: PipelineStages) -> Iterator[RenderableType]:
+    """Yield the shares of the stages that split a microbatch over their ranks."""
+    rows = [
+        (str(number), *row)
+        for number, stage in enumerate(stages.stages)
+        if len(stage.ranks) > 1
+        for row in _shares_of_axes(stage.program.used_axes(), stage.shares)
+    ]
+    if rows:
+        yield table(("stage", "axis of a microbatch", "units", "per rank"), rows, right=(0, 2))
 
 
 def _extras(stage: Stage) -> str:
@@ -202,14 +208,18 @@ def _axes(axes: Mapping[str, int], shares: Shares, per: str, where: str = "") ->
     if not axes:
         doer = "every machine does" if per == "per machine" else "every rank does"
         return Text(f"nothing is split{where}: {doer} the whole step")
+    return table((f"axis{where}", "units", per), _shares_of_axes(axes, shares), right=(1,))
+
+
+def _shares_of_axes(axes: Mapping[str, int], shares: Shares) -> list[tuple[str, str, str]]:
+    """Return a row per axis, or per axes with alike names and equal shares."""
     kinds: dict[tuple[str, int, tuple[int, ...]], list[str]] = {}
     for name, units in axes.items():
         kinds.setdefault((pattern(name), units, shares[name]), []).append(name)
-    rows = [
+    return [
         (alike(names)[0], str(units), f"-> {runs(given, len(given))}")
         for (_, units, given), names in kinds.items()
     ]
-    return table((f"axis{where}", "units", per), rows, right=(1,))
 
 
 def _devices(plan: Plan) -> RenderableType:

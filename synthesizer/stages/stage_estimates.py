@@ -17,6 +17,7 @@ from hap.ir.stages import crossing, cut_stages, repeatable
 from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.cost.message_cost import least_send
 from hap.synthesizer.cost.operator_work import node_work, product_operations
+from hap.synthesizer.device_selection import CLOSE
 from hap.synthesizer.schedule.pipeline_simulator import (
     OnceTransfer,
     StageSeconds,
@@ -238,8 +239,7 @@ class StageEstimates:
         the microbatches on the devices that the groups really have.
         """
         best = replace(sketch, estimate_s=math.inf)  # made anew, by what was learnt since
-        count, chosen = sketch.microbatches, [*map(self.places.index, sketch.cuts)]
-        each, tried = self._counts[count], set[tuple[int, ...]]()
+        chosen, tried = [*map(self.places.index, sketch.cuts)], set[tuple[int, ...]]()
         while True:
             near = {
                 tuple(sorted({*chosen[:k], place + step, *chosen[k + 1 :]}))
@@ -247,15 +247,40 @@ class StageEstimates:
             }  # fmt: skip
             for places in sorted(near - tried):
                 if len(places) == len(chosen) and places[0] >= 0 and places[-1] < len(self.places):
-                    least_s = each.optimistic.of(places, sketch.indices)
-                    chain = Chain(places=places, groups=sketch.indices, least_s=least_s)
-                    found = self._sketch(count, each, chain, sketch.groups, least_s)
+                    found = self._changed(sketch, places, range(len(sketch.groups)))
                     best = min(best, found, key=lambda s: (s.lacking, s.estimate_s))
             tried |= near
             moved = [*map(self.places.index, best.cuts)]
             if moved == chosen:
                 return best
             chosen = moved
+
+    def without_stage(self, sketch: Sketch) -> list[Sketch]:
+        """Return the pipelines without one of the stages, whose operators a neighbour runs.
+
+        Only those that are about as fast by the estimate; first the one with the fewest devices.
+        """
+        chosen, stages = [*map(self.places.index, sketch.cuts)], range(len(sketch.groups))
+        same = self._changed(sketch, chosen, stages)
+        found = [
+            self._changed(sketch, [*chosen[:cut], *chosen[cut + 1 :]], [k for k in stages if k != out])
+            for out in stages if len(stages) > 1 and not self._keep & {*sketch.groups[out]}
+            for cut in (out - 1, out) if 0 <= cut < len(chosen)
+        ]  # fmt: skip
+        close = [
+            f for f in found
+            if f.estimate_s <= CLOSE * same.estimate_s and f.lacking <= same.lacking
+        ]  # fmt: skip
+        return sorted(close, key=lambda f: (sum(map(len, f.groups)), f.estimate_s))
+
+    def _changed(self, sketch: Sketch, places: Sequence[int], stages: Sequence[int]) -> Sketch:
+        """Return a pipeline of other cuts, on the groups of some of the stages."""
+        each = self._counts[sketch.microbatches]
+        indices = tuple(sketch.indices[k] for k in stages)
+        least_s = each.optimistic.of(places, indices)
+        chain = Chain(places=tuple(places), groups=indices, least_s=least_s)
+        groups = tuple(sketch.groups[k] for k in stages)
+        return self._sketch(sketch.microbatches, each, chain, groups, least_s)
 
     def _rounding(self, costs: SegmentCosts, count: int) -> Floats:
         """Return how much longer groups take if each device gets whole rows of a microbatch."""

@@ -6,9 +6,10 @@ promising ones get an exact search of each stage on its group, and are simulated
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hap.background import each
 from hap.cluster.topology import Cluster
 from hap.errors import HapError, PlanError
 from hap.ir.axes import Shares
@@ -17,6 +18,7 @@ from hap.ir.program import Program
 from hap.ir.stages import PipelineStages, Stage, Transfer, cut_stages
 from hap.synthesizer.bounds.lower_bound import Relaxed
 from hap.synthesizer.cost.hardware_model import HardwareModel
+from hap.synthesizer.device_selection import CLOSE
 from hap.synthesizer.schedule.pipeline_simulator import (
     PipelineTimes,
     StageSeconds,
@@ -29,7 +31,7 @@ from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask
 from hap.synthesizer.stages.stage_times import StageFigures, figures
 from hap.synthesizer.stages.stage_transfers import Ranks, StageTransfers
 from hap.synthesizer.stages.time_axis import OverTime, over_time
-from hap.synthesizer.synthesize import Synthesizer
+from hap.synthesizer.synthesize import LONG, Synthesizer
 
 SEARCHED = 8
 """Most pipelines whose stages are searched exactly."""
@@ -37,8 +39,11 @@ SEARCHED = 8
 NEAR = 1.05
 """Estimated seconds up to which a pipeline is searched, relative to the best plan so far."""
 
-Programs = Callable[[StageTask], tuple[Program, Shares] | None]
-"""A stage -> the program and shares of a microbatch, if it has one."""
+Chosen = tuple[Program, Shares]
+"""The program and shares of a microbatch."""
+
+Programs = Callable[[StageTask], Chosen | None]
+"""A stage -> what was chosen for it, if it has a program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +91,7 @@ class StageSearch:
         self._relaxed: dict[Ranks, Relaxed] = {}
         _check(space.graph)
         self._time = over_time(space, cluster, optimizer_states)
-        self._found: dict[object, tuple[Program, Shares] | None] = {}
+        self._found: dict[object, Chosen | None] = {}
         self.estimates = StageEstimates(self._time, cluster, optimizer_states, keep, quick=quick)
 
     def relaxed(self, ranks: Ranks) -> Relaxed:
@@ -101,7 +106,7 @@ class StageSearch:
     ) -> Pipeline | None:
         """Return the fastest pipeline found that fits, if one is faster than ``limit_s``."""
         best: tuple[Pipeline, Sketch] | None = None
-        tried = set[object]()
+        tried, slowest_s = set[object](), limit_s
         for _ in range(SEARCHED):
             new = (s for s in self._promising(limit_s) if (s.cuts, s.microbatches) not in tried)
             if (sketch := next(new, None)) is None:
@@ -116,7 +121,19 @@ class StageSearch:
             if not (found and found.fits and found.times.step_s < limit_s):
                 break
             best, limit_s = (found, near), found.times.step_s
-        return best[0] if best else None
+        return self._fewer_devices(*best, slowest_s, progress) if best else None
+
+    def _fewer_devices(
+        self, best: Pipeline, sketch: Sketch, limit_s: float, progress: Callable[[str], None]
+    ) -> Pipeline:
+        """Return a pipeline with fewer stages that is about as fast, or the same one."""
+        limit_s = min(limit_s, CLOSE * best.times.step_s)
+        while near := self.estimates.without_stage(sketch):
+            found = self._tried(near[0], progress)
+            if not (found and found.fits and found.times.step_s <= limit_s):
+                break
+            best, sketch = found, near[0]
+        return best
 
     def _tried(self, sketch: Sketch, progress: Callable[[str], None]) -> Pipeline | None:
         """Search the stages of a sketch; later estimates learn from it."""
@@ -142,18 +159,22 @@ class StageSearch:
             flights: microbatches in flight of each stage; by default chosen, within the memory, as are
                 delays of gradients of weights, and stages that run their forwards again.
         """
-        programs = programs or self._searched
         count, groups = sketch.microbatches, [tuple(sorted(g)) for g in sketch.groups]
         try:
             wholes, _ = cut_stages(self._time.whole(count), sketch.cuts)
             parts, transfers = cut_stages(self._time.part(count), sketch.cuts)
         except PlanError:
             return None
+        tasks = [
+            StageTask(
+                whole=whole, part=part, ranks=ranks, count=count,
+                in_flight=min(count, len(groups) - number),  # of 1F1B
+            )
+            for number, (ranks, whole, part) in enumerate(zip(groups, wholes, parts, strict=True))
+        ]  # fmt: skip
         chosen = []
-        for number, (ranks, whole, part) in enumerate(zip(groups, wholes, parts, strict=True)):
-            ahead = min(count, len(groups) - number)  # of 1F1B
-            task = StageTask(whole=whole, part=part, ranks=ranks, count=count, in_flight=ahead)
-            if (one := programs(task)) is None:
+        for one in map(programs, tasks) if programs else self._searched(tasks):
+            if one is None:
                 return None
             chosen.append(one)
 
@@ -198,17 +219,24 @@ class StageSearch:
             times=simulate_pipeline(times, count), transfers=transfers, parts=parts,
         )  # fmt: skip
 
-    def _searched(self, task: StageTask) -> tuple[Program, Shares] | None:
-        """Return the cheapest program of a stage on its devices, with its shares."""
+    def _searched(self, tasks: Sequence[StageTask]) -> list[Chosen | None]:
+        """Return the cheapest program of each stage on its devices, with its shares."""
+        keys = [self._key(task) for task in tasks]
+        new = {k: task for k, task in zip(keys, tasks, strict=True) if k not in self._found}
+        large_first = sorted(new, key=lambda k: -len(new[k].whole.nodes))
+        is_long = len(self._space.graph.nodes) >= LONG
+        found = each(self._search, [new[k] for k in large_first], apart=is_long)
+        self._found.update(zip(large_first, found, strict=True))
+        return [self._found[k] for k in keys]
+
+    def _key(self, task: StageTask) -> object:
+        """Return what the search of a stage depends on."""
         devices, whole = tuple(self.cluster.devices[r] for r in task.ranks), task.whole
         # The same operators may send to other stages, if other cuts differ.
         names = tuple(n.name for n in whole.nodes)
-        key = devices, task.count, task.in_flight, whole.inputs, whole.outputs, names
-        if key not in self._found:
-            self._found[key] = self._search(task)
-        return self._found[key]
+        return devices, task.count, task.in_flight, whole.inputs, whole.outputs, names
 
-    def _search(self, task: StageTask) -> tuple[Program, Shares] | None:
+    def _search(self, task: StageTask) -> Chosen | None:
         try:
             return StageSynthesizer(task, self.cluster.keep(task.ranks), self.states).chosen()
         except HapError:

@@ -14,13 +14,15 @@ from hap.ir.graph import Graph
 from hap.ir.microbatch import Phase, phases
 from hap.ir.program import Program
 from hap.synthesizer.candidate import Candidate
+from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.cost.operator_work import product_operations
 from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.stages.device_blocks import Ranks
 from hap.synthesizer.stages.gradient_buckets import in_buckets
-from hap.synthesizer.stages.stage_times import SumsOverTime, figures, stage_cost
+from hap.synthesizer.stages.stage_memory import stage_bytes
+from hap.synthesizer.stages.stage_times import SumsOverTime, stage_cost
 from hap.synthesizer.synthesize import Synthesizer
 
 _ANY_BYTES = 2**60
@@ -88,6 +90,7 @@ class StageSynthesizer(Synthesizer):
         super().__init__(task.space, cluster, optimizer_states, allowed, hardware=hardware)
         self._crossing = SumsOverTime()
         self._task = task
+        self._lacks: dict[Candidate, PerRank] = {}
 
     def chosen(self, *, buckets: bool = True) -> tuple[Program, Shares]:
         """Return the program and shares of a microbatch.
@@ -108,20 +111,24 @@ class StageSynthesizer(Synthesizer):
         part = self._task.part
         cost = stage_cost(part, program, shares, self.hardware, self._states)
         bucketed = in_buckets(part, program, cost)
-        lacks = [self._lack(each, shares).max() for each in (program, bucketed)]
-        return bucketed if lacks[1] <= lacks[0] else program, shares
+        if bucketed is program or self._lack(bucketed, cost).max() > self._lacking(pair).max():
+            return program, shares
+        return bucketed, shares
 
     def _lacking(self, pair: Candidate) -> PerRank:
-        return self._lack(*of_microbatch(pair))
+        if pair not in self._lacks:
+            program, shares = of_microbatch(pair)
+            cost = stage_cost(self._task.part, program, shares, self.hardware, self._states)
+            self._lacks[pair] = self._lack(program, cost)
+        return self._lacks[pair]
 
-    def _lack(self, program: Program, shares: Shares) -> PerRank:
+    def _lack(self, program: Program, cost: CostModel) -> PerRank:
         """Return the bytes that each rank lacks for microbatches whose forwards run again."""
         task = self._task
-        found = figures(
-            task.part, program, shares, self.hardware, self._states, task.count, task.in_flight,
-            recompute=True,
-        )  # fmt: skip
-        lacking: PerRank = np.maximum(found.peak_bytes - self._memory, 0.0)
+        held = stage_bytes(
+            task.part, program, cost, task.count, task.in_flight, recompute=True
+        ).peak_bytes
+        lacking: PerRank = np.maximum(held - self._memory, 0.0)
         return lacking
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,18 +12,15 @@ from hap.ir.axes import Shares
 from hap.ir.delayed_weights import delayable
 from hap.ir.graph import Graph, Input, Node
 from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_sum, phases
-from hap.ir.pipeline_order import AHEAD
 from hap.ir.program import Compute, Convert, Instruction, Program, Value
-from hap.ir.returned_sums import returned_conversions, returned_values
+from hap.ir.returned_sums import returned_conversions
 from hap.ir.shared_pieces import in_pieces
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.cost_structure import structure_of
 from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
-from hap.synthesizer.cost.liveness import Storage
-from hap.synthesizer.cost.peak_memory import memory, while_updating
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.schedule.event_simulator import group_seconds
 from hap.synthesizer.stages.gradient_buckets import last_turn
+from hap.synthesizer.stages.stage_memory import stage_bytes
 
 _PHASES = ("before", "shared", "forward", "backward", "returned", "after")
 
@@ -51,13 +48,9 @@ class StageFigures:
             but ``communicate_s``. See :mod:`hap.ir.shared_pieces`.
         compute_s: computing in all of a step's microbatches, without collectives.
         communicate_s: collectives inside the stage in all of a step.
-        stored_bytes: outside the microbatches.
-        saved_bytes: what the forward of a microbatch keeps for its backward.
-        peak_bytes: with ``in_flight`` microbatches, and gradients of weights that wait for ``delay``.
-        weights_s, waiting_bytes: of the part of a microbatch's backward that may be delayed, and what
-            is kept for it.
-        sums_bytes: sums over microbatches, beside the terms of one.
-        message_bytes: of other microbatches, on their way to or from the stage.
+        weights_s: of the part of a microbatch's backward that may be delayed.
+        stored_bytes, saved_bytes, peak_bytes, waiting_bytes, sums_bytes, message_bytes: as in
+            :class:`hap.synthesizer.stages.stage_memory.StageBytes`.
     """
 
     before_s: float
@@ -157,22 +150,7 @@ def figures(
     for name, (computing, issuing) in work.items():
         slowest[name] = max(float(computing.max()) + moved[name], float(issuing.max()))
 
-    def nbytes(values: Iterable[Value]) -> PerRank:
-        found: PerRank = np.zeros(world)
-        for v in values:
-            found = found + cost.local_bytes(part.tensors[v.tensor], v.placement)
-        return found
-
-    stored, peak = memory(part, program, cost, updating=False)
-    updating = sum(while_updating(part, program, cost).values(), np.zeros(world))
-    ahead = min(in_flight, microbatches) - 1
-    received = _received(part, program)
-    held = _held(part, program, structure_of(part, program, cost).storages, recompute=recompute)
-    saved = nbytes([*received[False], *held])
-    waiting = nbytes(_waiting(part, program, late))
-    sums = nbytes(_terms(part, program) if microbatches > 1 else [])
-    crossing = [*received[False], *received[True], *returned_values(part, program, summed=False)]
-    beside = min(AHEAD, microbatches - 1) * nbytes(crossing)
+    held = stage_bytes(part, program, cost, microbatches, in_flight, delay, recompute=recompute)
     times = {"forward": microbatches, "backward": microbatches}
     return StageFigures(
         before_s=slowest["before"], shared_s=slowest["shared"], forward_s=slowest["forward"],
@@ -182,10 +160,8 @@ def figures(
         compute_s=sum((times.get(n, 1) * w[0] for n, w in work.items()), np.zeros(world)),
         communicate_s=sum(times.get(n, 1) * s for n, s in moved.items())
         + sum(s for s, _ in pieces.values()),
-        stored_bytes=stored, saved_bytes=saved, sums_bytes=sums, message_bytes=beside,
-        peak_bytes=np.maximum(peak + ahead * saved + delay * waiting + sums + beside, updating),
-        weights_s=min(weights_s, slowest["backward"]), waiting_bytes=waiting,
-        in_flight=ahead + 1, delay=delay, recompute=recompute,
+        weights_s=min(weights_s, slowest["backward"]), **held._asdict(),
+        in_flight=min(in_flight, microbatches), delay=delay, recompute=recompute,
     )  # fmt: skip
 
 
@@ -220,48 +196,3 @@ def _phase(
         return {Phase.PART: side, Phase.COUNT: "forward", Phase.END: "after"}.get(phase, "before")
     source = made[Value(step.tensor, step.src)]
     return source if source == "after" or not step.backward else side
-
-
-def _received(part: Graph, program: Program) -> dict[bool, list[Value]]:
-    """Return the values of a microbatch that other stages send, by whether the backward alone reads them."""
-    found: dict[bool, list[Value]] = {False: [], True: []}
-    for i in part.role("received"):
-        if i.target == EACH:
-            late = all(n.name in part.backward for n in part.consumers[i.tensor])
-            found[late].append(Value(i.tensor, program.inputs[i.tensor]))
-    return found
-
-
-def _terms(part: Graph, program: Program) -> list[Value]:
-    """Return the values of a microbatch that are added up over all of them."""
-    computed = (step for step in program.instructions if isinstance(step, Compute))
-    sums = [step.reads(part)[0] for step in computed if is_sum(part.by_name[step.node])]
-    sent = [program.instructions[k].reads(part)[0] for k in returned_conversions(part, program)]
-    return list(dict.fromkeys([*sums, *sent]))
-
-
-def _waiting(part: Graph, program: Program, late: frozenset[int]) -> list[Value]:
-    """Return the values of a microbatch that its delayed instructions read."""
-    of_node = phases(part)
-    made, found = set[Value](), dict[Value, None]()
-    for k, step in enumerate(program.instructions):
-        ours = isinstance(step, Convert) or of_node[step.node] is Phase.PART
-        if k in late:
-            found.update(dict.fromkeys(v for v in step.reads(part) if v in made))
-        elif ours and not step.aliases(part):
-            made.update(step.writes(part))
-    return list(found)
-
-
-def _held(
-    part: Graph, program: Program, storages: Sequence[Storage], *, recompute: bool
-) -> list[Value]:
-    """Return what a microbatch's forward makes and holds: what it sends, and what its backward reads."""
-    of_node, found = phases(part), list[Value]()
-    for each in storages:
-        step = program.instructions[each.born]
-        ours = isinstance(step, Convert) or of_node[step.node] is Phase.PART
-        saved = each.kind == "saved activations" and not recompute
-        if ours and not step.backward and (each.kept or saved):
-            found.append(each.value)
-    return found
