@@ -140,7 +140,25 @@ def test_the_step_of_a_pipeline_has_no_sum_of_all_it_moves(compare: bool) -> Non
     else:
         assert mine.endswith(" computing on the busiest device, 0 ns in collectives inside stages")
     stages = [line for line in lines if line.startswith(("0 0 ", "1 1 "))]
-    assert len([line for line in stages if " whole" in line]) == 2, "each is one device"
+    assert len(stages) == 2, "each is one device"
+    assert "axis of a microbatch" not in out.getvalue()
+
+
+def test_the_shares_of_a_stage_are_listed_by_axis() -> None:
+    plan = random_staged_plan(benchmark_case("vit", "tiny"), (1, 2, 1), 5)
+    assert plan.stages is not None
+    out = io.StringIO()
+    Console(file=out, width=200).print(plan_screen(plan))
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    head = lines.index("stage axis of a microbatch units per rank")
+    axes = plan.stages.stages[1].program.used_axes()
+    assert axes
+    rows = list(itertools.takewhile(lambda line: line.startswith("1 "), lines[head + 1 :]))
+    found = dict(zip(axes, rows, strict=True)) if len(rows) == len(axes) else {}
+    for name, row in found.items():
+        units = plan.stages.stages[1].shares[name]
+        assert row == f"1 {name} {axes[name]} -> {' '.join(map(str, units))}"
+    assert found or any("x)" in row for row in rows), "axes that are alike are one row"
 
 
 def test_the_longest_work_names_stages() -> None:

@@ -173,11 +173,12 @@ def _stages(plan: Plan, stages: PipelineStages) -> RenderableType:
 
 def _inside_stages(stages: PipelineStages) -> Iterator[RenderableType]:
     """Yield the shares of the stages that split a microbatch over their ranks."""
+    whole = [("nothing is split", "", "every rank computes all of it")]
     rows = [
         (str(number), *row)
         for number, stage in enumerate(stages.stages)
         if len(stage.ranks) > 1
-        for row in _shares_of_axes(stage.program.used_axes(), stage.shares)
+        for row in _shares_of_axes(stage.program.used_axes(), stage.shares) or whole
     ]
     if rows:
         yield table(("stage", "axis of a microbatch", "units", "per rank"), rows, right=(0, 2))
