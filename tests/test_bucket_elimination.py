@@ -167,8 +167,7 @@ def test_a_table_too_large_is_refused_before_it_is_made() -> None:
     pairs = {e: table(rng, (labels, labels), 0, 1000) for e in edges}
     with pytest.raises(TooWide) as error:
         minimise([np.zeros(labels, np.int64)] * n, pairs)
-    assert len(error.value.variables) == 14
-    assert str(labels**14) in str(error.value)
+    assert str(labels**n) in str(error.value)
 
 
 @pytest.mark.usefixtures("no_reduction")

@@ -45,11 +45,10 @@ class Labelling:
 
 
 class TooWide(Exception):
-    """Some tables of the graph exceed the limit; ``variables`` are those of the largest."""
+    """Some tables of the graph exceed the limit."""
 
-    def __init__(self, what: str, variables: tuple[int, ...]) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__(f"elimination needs {what}")
-        self.variables = variables
 
 
 def minimise(
@@ -74,18 +73,18 @@ def minimise(
     core = _Core.of(reduced)
     hubs: list[int] = []
     plan = core.order()
-    # All labels together have more entries than fit, or some table stays large.
-    hopeless = most_entries <= LARGEST_TABLE or plan.largest >= LARGEST_TABLE * LARGEST_TABLE
+    # Fixed labels lower the largest table of an order, not the entries for all labels together.
+    hopeless = plan.computed > most_entries or plan.largest >= LARGEST_TABLE * LARGEST_TABLE
     most_hubs = 0 if hopeless else HUBS
     while plan.largest > LARGEST_TABLE and len(hubs) < most_hubs:
         hubs.append(_hub(core, hubs))
         plan = core.given(hubs, [0] * len(hubs)).order()
     if plan.largest > LARGEST_TABLE:
-        raise TooWide(f"a table of {plan.largest} entries", plan.widest)
+        raise TooWide(f"a table of {plan.largest} entries")
     combinations = [*itertools.product(*(range(core.sizes[hub]) for hub in hubs))]
     entries = plan.computed * len(combinations)
     if entries > most_entries:
-        raise TooWide(f"{entries} entries in its tables", plan.widest)
+        raise TooWide(f"{entries} entries in its tables")
     known: _Known = {}
     best: tuple[int, list[int]] | None = None
     for fixed in combinations:

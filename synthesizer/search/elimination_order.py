@@ -16,14 +16,13 @@ class EliminationOrder(NamedTuple):
 
     Attributes:
         total: entries of all its tables.
-        largest: entries of the largest one, which is over the variables ``widest``.
+        largest: entries of the largest one.
         steps: each variable with its neighbours at its elimination.
         computed: at most ``total``: tables that repeat, as those of layers, count once.
     """
 
     total: int
     largest: int
-    widest: tuple[int, ...]
     steps: list[tuple[int, tuple[int, ...]]]
     computed: int = sys.maxsize
 
@@ -64,9 +63,9 @@ def best_order(
 
     Args:
         largest_table: limit of entries of one table.
-        computed: counts the computed entries of an order that keeps this limit.
+        computed: counts the computed entries of an order.
     """
-    best = EliminationOrder(sys.maxsize, sys.maxsize, (), [])
+    best = EliminationOrder(sys.maxsize, sys.maxsize, [])
 
     def attempt(measure: Measure, easy: int) -> None:
         nonlocal best
@@ -75,8 +74,7 @@ def best_order(
         limit = best.total if best.largest <= largest_table else math.inf
         found = elimination_order(sizes, edges, measure, limit)
         if found.total <= limit:
-            count = computed(found) if found.largest <= largest_table else found.total
-            found = found._replace(computed=count)
+            found = found._replace(computed=computed(found))
             best = min(best, found, key=lambda o: (o.largest > largest_table, o.computed))
 
     attempt(table_size, EASY)
@@ -129,7 +127,7 @@ def elimination_order(
     for u, v in edges:
         near[u].add(v)
         near[v].add(u)
-    total, largest, widest = 0, 0, tuple[int, ...]()
+    total, largest = 0, 0
     steps: list[tuple[int, tuple[int, ...]]] = []
     latest = [measure(v, sizes, near) for v in range(len(sizes))]
     gone = [False] * len(sizes)
@@ -147,8 +145,7 @@ def elimination_order(
         gone[v] = True
         steps.append((v, scope))
         total += entries
-        if entries > largest:
-            largest, widest = entries, (*scope, v)
+        largest = max(largest, entries)
         for n in scope:
             near[n].discard(v)
             near[n].update(m for m in scope if m != n)
@@ -156,4 +153,4 @@ def elimination_order(
             if len(near[n]) <= FEW_NEIGHBOURS:
                 latest[n] = measure(n, sizes, near)
                 heapq.heappush(heap, (latest[n], n))
-    return EliminationOrder(total, largest, widest, steps)
+    return EliminationOrder(total, largest, steps)
