@@ -130,7 +130,7 @@ def plan(
     """
     check_recipe(autocast, "", float32_matmul_precision)
     wanted = Recipe(autocast=autocast, float32_matmul_precision=float32_matmul_precision)
-    cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    cluster = _checked(cluster, options)
     batch = fix_entries(batch, fixed)
     _check_batch(batch, cluster, options.allow_idle)
     progress("capturing the model")
@@ -147,7 +147,7 @@ def plan(
         graph = step.recomputing(recompute)
         graph = replace(
             with_half_gradients(graph, gradients), products=wanted.products,
-            whole_parameters=kind.whole_parameters,
+            whole_parameters=kind.whole_parameters, fused_update=kind.fused,
         )  # fmt: skip
         return with_rules(graph, rules or {}, strict=options.strict_rules, progress=progress)
 
@@ -244,7 +244,7 @@ def plan_file(
     Raises:
         ModelError: the file can't be used; the message has its line. Those of :func:`plan`.
     """
-    cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    cluster = _checked(cluster, options)
     file = load_model_file(spec)
     model, batch = build_without_data(file, progress)
     of_model = functools.partial(
@@ -253,6 +253,13 @@ def plan_file(
         rules=file.rules, fixed=file.fixed, options=options, progress=progress,
     )  # fmt: skip
     return real_if_needed(of_model, model, file.model, progress)
+
+
+def _checked(cluster: Cluster | str | Path, options: PlanOptions) -> Cluster:
+    """Return the cluster; options that it can't have are refused before a model is made."""
+    cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    options.kept_ranks(cluster)
+    return cluster
 
 
 def _check_batch(batch: Batch, cluster: Cluster, allow_idle: bool) -> None:

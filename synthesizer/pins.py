@@ -70,13 +70,19 @@ def read_pins(graph: Graph, pins: tuple[str, ...]) -> dict[str, Placement]:
     Raises:
         InputError: a text is no pin, or names no tensor.
     """
-    found = {}
-    for text in pins:
-        name, equals, placement = text.rpartition("=")
-        if not equals or not name:
-            raise InputError(f"{text!r} is no pin", hint="write --pin layers.3.weight=S0")
-        try:
-            found[tensor_named(graph, name)] = Placement.parse(placement)
-        except ValueError as error:
-            raise InputError(f"--pin {text}: {error}", hint="write --pin NAME=S0") from None
-    return found
+    return {tensor_named(graph, name): placement for name, placement in map(read_pin, pins)}
+
+
+def read_pin(text: str) -> tuple[str, Placement]:
+    """Return a name and its placement, from a text such as ``layers.3.weight=S0``.
+
+    Raises:
+        InputError: the text is no pin.
+    """
+    name, equals, placement = text.rpartition("=")
+    if not equals or not name:
+        raise InputError(f"{text!r} is no pin", hint="write --pin layers.3.weight=S0")
+    try:
+        return name, Placement.parse(placement)
+    except ValueError as error:
+        raise InputError(f"--pin {text}: {error}", hint="write --pin NAME=S0") from None

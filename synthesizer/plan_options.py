@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hap.cluster.topology import Cluster
+from hap.errors import InputError
+from hap.synthesizer.pins import read_pin
 from hap.synthesizer.search.engines import engine_named
 
 
@@ -33,7 +36,7 @@ class PlanOptions:
             faster; see :mod:`hap.synthesizer.stages`.
 
     Raises:
-        InputError: the engine is unknown.
+        InputError: the engine is unknown, or a text is no pin.
     """
 
     all_devices: bool = False
@@ -51,3 +54,18 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         engine_named(self.engine)
+        for text in self.pins:
+            read_pin(text)
+
+    def kept_ranks(self, cluster: Cluster) -> frozenset[int]:
+        """Return the ranks of the devices to keep.
+
+        Raises:
+            InputError: the cluster has no device of a name.
+        """
+        known = {device.name: rank for rank, device in enumerate(cluster.devices)}
+        if missing := [name for name in self.keep if name not in known]:
+            raise InputError(
+                f"the cluster has no device {missing[0]!r}", hint=f"it has {', '.join(known)}"
+            )
+        return frozenset(known[name] for name in self.keep)

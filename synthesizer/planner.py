@@ -30,9 +30,10 @@ from hap.synthesizer.device_selection import (
     select_devices,
     without_slowest,
 )
+from hap.synthesizer.memory_refusal import check_memory
 from hap.synthesizer.pins import pinned, read_pins
 from hap.synthesizer.plan_options import PlanOptions
-from hap.synthesizer.plan_prediction import alternatives, bounds, largest_batch, peak_kinds, predict
+from hap.synthesizer.plan_prediction import alternatives, bounds, predict
 from hap.synthesizer.search.engines import bound, eliminate, engine_named
 from hap.synthesizer.search.program_space import NARROW, Space, build_space
 from hap.synthesizer.search.search_result import Engine
@@ -43,7 +44,7 @@ from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
 from hap.synthesizer.synthesize import Synthesizer
 from hap.synthesizer.two_axes import MeshCandidate, best_on_mesh
 from hap.synthesizer.two_axes_task import TwoAxesTask, two_axes_task
-from hap.units import format_bytes, format_seconds
+from hap.units import format_seconds
 
 Progress = Callable[[str], None]
 
@@ -191,7 +192,7 @@ class _Tasks:
         self._states, self._options = optimizer_states, options
         self.part: PartTask | None = None
         if not options.all_devices and not options.mesh:
-            keep = _ranks(synthesizer.cluster, options.keep)
+            keep = options.kept_ranks(synthesizer.cluster)
             self.part = stack.enter_context(fastest_kind_task(synthesizer, keep, self.tell))
         self.two_axes: dict[Cluster, TwoAxesTask] = {}
         self._objective: Objective | None = None
@@ -252,7 +253,7 @@ def _searched(
     left: Ranks = ()
     if not options.all_devices and not options.mesh:
         on_all = best
-        keep = _ranks(cluster, options.keep)
+        keep = options.kept_ranks(cluster)
         judged = [] if options.pins else list(selections.values())  # on one device all is whole
         chosen = select_devices(
             synthesizer, best, judged, progress, keep, tasks.part, tasks.begin_two_axes
@@ -287,7 +288,7 @@ def _searched(
             cost=synthesizer.cost(best), prediction=predict_pipeline(staged, rows, (proof,)),
         )  # fmt: skip
     if two:
-        _must_fit(two.pair, two.cost)
+        check_memory(two.pair, two.cost)
         on = two.between.mesh.cluster
         shown = {"one mesh axis": best, **beside}
         rows = (*alternatives(graph, shown, fewer, notes), *even)
@@ -298,7 +299,7 @@ def _searched(
         )  # fmt: skip
     best = aligned(synthesizer, best)
     cost = synthesizer.cost(best)
-    _must_fit(best, cost, lambda: _smaller_batch(space, synthesizer, best))
+    check_memory(best, cost, batch_axis(space))
     rows = (*alternatives(graph, beside, fewer, notes), *even)
     proofs = bounds(synthesizer, best, options.prove, bool(left))
     if search:
@@ -318,7 +319,7 @@ def _stage_search(
         return None, "pipelines are planned with --stages"
     progress("searching pipeline stages")
     everyone = range(cluster.world_size)
-    keep = frozenset(everyone) if options.all_devices else _ranks(cluster, options.keep)
+    keep = frozenset(everyone) if options.all_devices else options.kept_ranks(cluster)
     try:
         search = StageSearch(synthesizer.space, cluster, optimizer_states, keep)
         least_s = search.estimates.pipelines_s
@@ -352,16 +353,6 @@ def _fewer_devices(whole: Synthesizer, best: Candidate) -> dict[str, Selection]:
     if whole.cluster.world_size > 1:
         found["the fastest device alone"] = on_one_device(whole)
     return found
-
-
-def _ranks(cluster: Cluster, names: Iterable[str]) -> frozenset[int]:
-    """The ranks of devices by name."""
-    known = {device.name: rank for rank, device in enumerate(cluster.devices)}
-    if missing := [name for name in names if name not in known]:
-        raise InputError(
-            f"the cluster has no device {missing[0]!r}", hint=f"it has {', '.join(known)}"
-        )
-    return frozenset(known[name] for name in names)
 
 
 def _named(cluster: Cluster, selection: Selection) -> str:
@@ -409,38 +400,3 @@ def _on_two_axes(
     if two is None and options.mesh:
         raise InputError("no program leaves every machine a share", hint="plan over one axis")
     return two if two and (options.mesh or two.pair.objective < best.objective) else None
-
-
-def _must_fit(
-    pair: Candidate, cost: CostModel, smaller_batch: Callable[[], str] = lambda: ""
-) -> None:
-    """Raise ``InfeasibleError`` if the pair lacks memory: where, how much, for what, the remedy."""
-    if pair.fits:
-        return
-    devices = cost.hardware.cluster.devices
-    lacking = [
-        f"{d.name} ({d.kind}) lacks {format_bytes(round(float(b)))} ({round(float(b))} bytes)"
-        for d, b in zip(devices, pair.lacking_bytes, strict=True) if b > 0
-    ]  # fmt: skip
-    shown = "; ".join(lacking[:4]) + (f"; and {len(lacking) - 4} more" if lacking[4:] else "")
-    fullest = int(np.argmax(pair.lacking_bytes))
-    kinds = peak_kinds(cost.graph, pair, cost, fullest)
-    held = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in kinds[:4])
-    shown += f"; at its fullest {devices[fullest].name} would hold {held}"
-    better = "an optimizer with fewer states" if kinds[0][0] == "optimizer states" else ""
-    remedy = f"use more devices, or {better or 'devices with more memory'}"
-    raise InfeasibleError(
-        f"no program fits the devices' memory: {shown}", hint=smaller_batch() + remedy
-    )
-
-
-def _smaller_batch(space: Space, synthesizer: Synthesizer, best: Candidate) -> str:
-    """A sentence on the largest batch that would fit, before another remedy."""
-    axis = batch_axis(space)
-    if axis is None:
-        return ""
-    units = largest_batch(axis, best, synthesizer.cost(best))
-    if not units:
-        return "with its program no smaller batch fits either: "
-    total = space.axes.axes[axis].units
-    return f"about the largest global batch that would fit is {units} (of {total}); or "

@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -275,6 +275,16 @@ def test_optimizers_that_are_known_to_be_elementwise_are(kind: type[optim.Optimi
     """They are not tried on parts of parameters; a class of another name is."""
     other = type("Other", (kind,), {})
     assert not examine(lambda params: other(params, lr=1e-2)).whole_parameters
+
+
+def test_an_optimizer_is_fused_if_all_its_groups_are() -> None:
+    def grouped(params: Any) -> optim.Optimizer:
+        first, *others = params
+        return optim.AdamW([{"params": [first], "fused": True}, {"params": others}])
+
+    assert examine(partial(optim.AdamW, fused=True)).fused
+    assert not examine(optim.AdamW).fused
+    assert not examine(grouped, nn.Linear(2, 3)).fused
 
 
 def test_a_known_optimizer_with_a_changed_step_is_tried() -> None:

@@ -161,7 +161,7 @@ def test_no_program_keeps_less_for_the_backward_than_its_graph_says(file: str) -
         assert peaks.sum() >= plan.graph.least_bytes(STATES) > plan.graph.saved_bytes
 
 
-def test_adam_on_gpus_holds_another_tensor_per_parameter() -> None:
+def test_adam_on_gpus_holds_another_tensor_per_parameter_unless_it_is_fused() -> None:
     """On CPUs, and with fewer states, torch updates in place, one parameter after the other."""
     case = benchmark_case("mlp", "tiny")
     plan = random_plan(case, 2, 0)
@@ -173,6 +173,10 @@ def test_adam_on_gpus_holds_another_tensor_per_parameter() -> None:
             cost = CostModel(plan.graph, program_axes(case.space.axes, plan.program), hardware,
                              plan.shares, states)  # fmt: skip
             held[kind, states] = update_bytes(plan.graph, plan.program, cost)
+            fused = replace(plan.graph, fused_update=True)
+            cost_fused = CostModel(fused, program_axes(case.space.axes, plan.program), hardware,
+                                   plan.shares, states)  # fmt: skip
+            assert not update_bytes(fused, plan.program, cost_fused).any()
             during = while_updating(plan.graph, plan.program, cost)
             assert (memory(plan.graph, plan.program, cost)[1] >= sum(during.values())).all()
     assert held.pop(("A100-40", 2)).all()

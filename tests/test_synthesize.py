@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -174,6 +174,23 @@ def test_too_little_memory_names_the_devices_the_bytes_and_a_batch_that_fits() -
     planned_anew(rows, 256, 10, on)  # it fits
 
 
+def test_a_fused_optimizer_is_advised_where_its_step_alone_lacks_memory() -> None:
+    model, batch = Classifier(512, 10), (torch.randn(4, 512), torch.zeros(4, dtype=torch.int64))
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    on = cluster(device(0, memory=int(4.5 * weights)))  # with gradients and two states: 4
+    with pytest.raises(InfeasibleError, match=r"AdamW\(params, fused=True\)"):
+        api.plan(model, batch, on)
+    plan = api.plan(model, batch, on, optimizer=partial(torch.optim.AdamW, fused=True))
+    assert plan.prediction.ranks[0].peak_bytes < 4.5 * weights
+    assert str(plan.optimizer) == "AdamW (2 states per parameter, fused)"
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.graph.fused_update
+    with pytest.raises(InfeasibleError) as caught:
+        api.plan(model, batch, cluster(device(0, memory=3 * weights)))
+    assert "fused" not in str(caught.value)
+
+
 def test_a_batch_smaller_than_the_cluster_needs_consent() -> None:
     on = cluster(device(0), device(1), device(2))
     with pytest.raises(InputError, match="2 rows, fewer than the 3 devices"):
@@ -269,3 +286,13 @@ def test_the_lowest_price_that_fits_is_found_from_any_start(first: int | None) -
         assert lowest_fitting(fits, -10, 4, first) == (least if least <= 4 else None)
         assert len(asked) == len(set(asked)) and len(asked) <= 9
         assert all(-10 < price <= 4 for price in asked)
+
+
+def test_options_are_checked_before_the_model_is_made() -> None:
+    def never() -> nn.Module:
+        raise AssertionError("made")
+
+    with pytest.raises(InputError, match="no device 'm:9'"):
+        api.plan(never, torch.ones(2), cluster(device(0)), options=PlanOptions(keep=("m:9",)))
+    with pytest.raises(InputError, match="'weight' is no pin"):
+        PlanOptions(pins=("weight",))

@@ -147,7 +147,8 @@ def examine(
         state = optimizer.state.get(p, {}).values()
         found = sum(isinstance(t, torch.Tensor) and t.shape == p.shape != () for t in state)
         states = max(states, found)
-    return OptimizerKind(name=name, states=states, whole_parameters=across)
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return OptimizerKind(name=name, states=states, whole_parameters=across, fused=fused)
 
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:

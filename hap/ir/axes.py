@@ -86,12 +86,14 @@ class Ties:
         members: dict[Dim, list[Dim]] = {}
         for dim in self._parent:
             members.setdefault(self._find(dim), []).append(dim)
+        named: dict[Dim, str] = {}
+        for dim, text in names.items():
+            if dim in self._parent:
+                named.setdefault(self._find(dim), text)
         axes: dict[str, Axis] = {}
         of: dict[Dim, str] = {}
         for root, dims in members.items():
-            given = next(
-                (names[d] for d in names if d in self._parent and self._find(d) == root), None
-            )
+            given = named.get(root)
             name = given or f"{root[0]}[{root[1]}]"
             copies = 1
             while name in axes:

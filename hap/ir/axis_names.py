@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hap.ir.axes import Dim
 from hap.ir.graph import Graph
+from hap.ir.mesh import origin
 
 
 def axis_names(graph: Graph) -> dict[Dim, str]:
@@ -15,10 +16,16 @@ def axis_names(graph: Graph) -> dict[Dim, str]:
             # Only token numbers certainly have a sequence dim; an image has channels there.
             if dim < len(tensor.shape) and (dim == 0 or "float" not in tensor.dtype):
                 names.setdefault((i.tensor, dim), name)
+    for i in graph.role("received"):  # by a stage, for a microbatch: cut over time along the batch
+        over_time = origin(i.tensor).placement
+        if over_time.sharded:
+            names.setdefault((i.tensor, over_time.dim), "batch")
     for node in graph.nodes:
         out = node.outputs[0]
         if node.op == "hap.sdpa.default":
             names.setdefault((node.inputs[0], 1), f"{node.module or node.name} heads")
+            if graph.role("received"):
+                names.setdefault((node.inputs[0], 2), "sequence")
         if node.op == "aten.embedding.default" and out is not None:
             names.setdefault((out, len(graph.tensors[out].shape) - 1), "hidden")
     for i in graph.role("parameter"):

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -137,7 +137,8 @@ class Graph:
     :mod:`hap.synthesizer.rules.textual_rules`. It is not part of the program, nor of its digest.
     ``products``: the precision at which float32 matrices are multiplied, ``float32`` or ``tfloat32``.
     It changes prices alone, and a plan file has it in its recipe. ``whole_parameters``: every rank
-    stores trained parameters whole, for an optimizer that reads across them; a plan file has it there.
+    stores trained parameters whole, for an optimizer that reads across them; ``fused_update``: the
+    optimizer's step holds no copy of a state. A plan file has both in its optimizer.
     """
 
     inputs: tuple[Input, ...]
@@ -147,9 +148,15 @@ class Graph:
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     products: str = "float32"
     whole_parameters: bool = False
+    fused_update: bool = False
 
     def __post_init__(self) -> None:
         self.check()
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """How the model is trained, as arguments of a graph that is made of this one."""
+        return {n: getattr(self, n) for n in ("products", "whole_parameters", "fused_update")}
 
     def check(self) -> None:
         """Raise ``ValueError`` unless every tensor is defined once, and before its uses."""
@@ -389,10 +396,7 @@ def renamed_in_backward(
         if node.name in graph.backward:
             node = reading(node, {name: other(name, nodes) for name in node.inputs})
         nodes.append(node)
-    return Graph(
-        inputs=graph.inputs, nodes=tuple(nodes), outputs=graph.outputs, tensors=tensors,
-        products=graph.products, whole_parameters=graph.whole_parameters,
-    )  # fmt: skip
+    return replace(graph, nodes=tuple(nodes), tensors=tensors, rules={})
 
 
 def reading(

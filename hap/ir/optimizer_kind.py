@@ -12,16 +12,19 @@ from hap.ir import plan_json
 class OptimizerKind:
     """The optimizer's class, and the number of tensors of a parameter's size in its state.
 
-    ``whole_parameters``: it reads across parameters, so that every rank keeps them whole.
+    ``whole_parameters``: it reads across parameters, so that every rank keeps them whole. ``fused``: its step
+    on GPUs is one kernel (``fused=True`` of torch's optimizers), which holds no copy of a state.
     """
 
     name: str
     states: int
     whole_parameters: bool = False
+    fused: bool = False
 
     def __str__(self) -> str:
         whole = ", whole parameters on every rank" if self.whole_parameters else ""
-        return f"{self.name} ({self.states} states per parameter{whole})"
+        fused = ", fused" if self.fused else ""
+        return f"{self.name} ({self.states} states per parameter{fused}{whole})"
 
     @staticmethod
     def from_json(content: object) -> OptimizerKind:

@@ -411,7 +411,10 @@ class Plan:
         plan = Plan(
             source=plan_json.unpacked(Source, data["source"], "the source"),
             graph=replace(
-                graph, products=recipe.products, whole_parameters=optimizer.whole_parameters
+                graph,
+                products=recipe.products,
+                whole_parameters=optimizer.whole_parameters,
+                fused_update=optimizer.fused,
             ),
             cluster=cluster,
             optimizer=optimizer,

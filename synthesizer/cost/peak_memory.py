@@ -171,13 +171,13 @@ def update_bytes(graph: Graph, program: Program, cost: Prices) -> PerRank:
     """Return the bytes that the optimizer's step holds besides parameters, gradients and states.
 
     On GPUs torch's optimizers update all parameters at once. Adam then holds the square roots of one
-    state of all of them; those with fewer states hold nothing.
+    state of all of them, unless it is fused; those with fewer states hold nothing.
     """
     return _update_bytes(_given(graph, structure_of(graph, program, cost), cost), cost)
 
 
 def _update_bytes(given: Mapping[str, PerRank], cost: Prices) -> PerRank:
-    if cost.optimizer_states < _STATES_OF_ADAM:
+    if cost.optimizer_states < _STATES_OF_ADAM or cost.graph.fused_update:
         return np.zeros_like(cost.parts.one)
     one_state: PerRank = given["optimizer states"] / cost.optimizer_states
     return one_state * cost.hardware.on_gpu

@@ -1,0 +1,65 @@
+"""Refuse a plan that does not fit the devices' memory: where, how much, for what, and the remedy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hap.errors import InfeasibleError
+from hap.synthesizer.candidate import Candidate
+from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.peak_memory import update_bytes
+from hap.synthesizer.plan_prediction import largest_batch, peak_kinds
+from hap.units import format_bytes
+
+
+def check_memory(pair: Candidate, cost: CostModel, batch_axis: str | None = None) -> None:
+    """Raise ``InfeasibleError`` if a pair lacks memory.
+
+    Args:
+        batch_axis: the axis along which a smaller batch is tried.
+    """
+    if pair.fits:
+        return
+    devices = cost.hardware.cluster.devices
+    lacking = [
+        f"{d.name} ({d.kind}) lacks {format_bytes(round(float(b)))} ({round(float(b))} bytes)"
+        for d, b in zip(devices, pair.lacking_bytes, strict=True) if b > 0
+    ]  # fmt: skip
+    shown = "; ".join(lacking[:4]) + (f"; and {len(lacking) - 4} more" if lacking[4:] else "")
+    fullest = int(np.argmax(pair.lacking_bytes))
+    kinds = peak_kinds(cost.graph, pair, cost, fullest)
+    held = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in kinds[:4])
+    shown += f"; at its fullest {devices[fullest].name} would hold {held}"
+    remedy = _fused(pair, cost) or f"use more devices, or {_otherwise(kinds[0][0])}"
+    raise InfeasibleError(
+        f"no program fits the devices' memory: {shown}",
+        hint=_smaller_batch(pair, cost, batch_axis) + remedy,
+    )
+
+
+def _fused(pair: Candidate, cost: CostModel) -> str:
+    """Return the advice to fuse the optimizer, if its step alone has what every rank lacks."""
+    workspace = update_bytes(cost.graph, pair.program, cost)
+    if (pair.lacking_bytes > workspace).any():
+        return ""
+    return (
+        f"make the optimizer fused, as torch.optim.AdamW(params, fused=True): its step then holds no "
+        f"copy of a state, which takes {format_bytes(round(float(workspace.max())))}"
+    )
+
+
+def _otherwise(kind: str) -> str:
+    if kind == "optimizer states":
+        return "an optimizer with fewer states"
+    return "devices with more memory"
+
+
+def _smaller_batch(pair: Candidate, cost: CostModel, axis: str | None) -> str:
+    """Return a sentence on the largest batch that would fit, before another remedy."""
+    if axis is None:
+        return ""
+    units = largest_batch(axis, pair, cost)
+    if not units:
+        return "with its program no smaller batch fits either: "
+    total = cost.axes.axes[axis].units
+    return f"about the largest global batch that would fit is {units} (of {total}); or "
