@@ -106,7 +106,7 @@ class StageSearch:
     ) -> Pipeline | None:
         """Return the fastest pipeline found that fits, if one is faster than ``limit_s``."""
         best: tuple[Pipeline, Sketch] | None = None
-        tried, slowest_s = set[object](), limit_s
+        tried, beat_s = set[object](), limit_s
         for _ in range(SEARCHED):
             new = (s for s in self._promising(limit_s) if (s.cuts, s.microbatches) not in tried)
             if (sketch := next(new, None)) is None:
@@ -121,7 +121,7 @@ class StageSearch:
             if not (found and found.fits and found.times.step_s < limit_s):
                 break
             best, limit_s = (found, near), found.times.step_s
-        return self._fewer_devices(*best, slowest_s, progress) if best else None
+        return self._fewer_devices(*best, beat_s, progress) if best else None
 
     def _fewer_devices(
         self, best: Pipeline, sketch: Sketch, limit_s: float, progress: Callable[[str], None]
