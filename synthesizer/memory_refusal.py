@@ -5,18 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from hap.errors import InfeasibleError
+from hap.synthesizer.axis_roles import batch_axis
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.peak_memory import update_bytes
 from hap.synthesizer.plan_prediction import largest_batch, peak_kinds
+from hap.synthesizer.search.program_space import Space
 from hap.units import format_bytes
 
 
-def check_memory(pair: Candidate, cost: CostModel, batch_axis: str | None = None) -> None:
+def check_memory(pair: Candidate, cost: CostModel, space: Space | None = None) -> None:
     """Raise ``InfeasibleError`` if a pair lacks memory.
 
     Args:
-        batch_axis: the axis along which a smaller batch is tried.
+        space: that of the pair; with it, the message has the largest batch that would fit.
     """
     if pair.fits:
         return
@@ -33,7 +35,7 @@ def check_memory(pair: Candidate, cost: CostModel, batch_axis: str | None = None
     remedy = _fused(pair, cost) or f"use more devices, or {_otherwise(kinds[0][0])}"
     raise InfeasibleError(
         f"no program fits the devices' memory: {shown}",
-        hint=_smaller_batch(pair, cost, batch_axis) + remedy,
+        hint=_smaller_batch(pair, cost, space) + remedy,
     )
 
 
@@ -54,8 +56,9 @@ def _otherwise(kind: str) -> str:
     return "devices with more memory"
 
 
-def _smaller_batch(pair: Candidate, cost: CostModel, axis: str | None) -> str:
+def _smaller_batch(pair: Candidate, cost: CostModel, space: Space | None) -> str:
     """Return a sentence on the largest batch that would fit, before another remedy."""
+    axis = batch_axis(space) if space else None
     if axis is None:
         return ""
     units = largest_batch(axis, pair, cost)

@@ -16,7 +16,6 @@ from hap.errors import HapError, InfeasibleError, InputError, PlanningStopped, T
 from hap.ir.graph import Graph
 from hap.ir.mesh import is_mesh
 from hap.ir.prediction import Alternative, Prediction
-from hap.synthesizer.axis_roles import batch_axis
 from hap.synthesizer.baselines import METHODS, baselines
 from hap.synthesizer.candidate import Candidate, Objective, fastest
 from hap.synthesizer.cost.cost_model import CostModel
@@ -299,7 +298,7 @@ def _searched(
         )  # fmt: skip
     best = aligned(synthesizer, best)
     cost = synthesizer.cost(best)
-    check_memory(best, cost, batch_axis(space))
+    check_memory(best, cost, space)
     rows = (*alternatives(graph, beside, fewer, notes), *even)
     proofs = bounds(synthesizer, best, options.prove, bool(left))
     if search:
