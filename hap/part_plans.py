@@ -5,7 +5,7 @@
 makes those for the loss of each machine and of each device. The arguments are ``sys.argv`` of the
 model file.
 
-Each is planned once and kept in a folder beside the run's checkpoints.
+Each is planned once per plan of the whole cluster, and kept in a folder beside the run's checkpoints.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class PartPlans:
 
     def __init__(self, whole: str | Path, folder: str | Path) -> None:
         self.path, self.whole = Path(whole), Plan.load(whole)
+        # The optimizer, the recipe and the options decide what a part can hold: all are in the file.
+        self._digest = hashlib.sha256(self.path.read_bytes()).hexdigest()
         self._folder = Path(folder)
 
     def file(self, names: Sequence[str]) -> Path:
@@ -60,8 +62,7 @@ class PartPlans:
         if len(names) == cluster.world_size:
             return cluster, self.path
         part = cluster.keep([r for r, d in enumerate(cluster.devices) if d.name in names])
-        what = f"{part.digest} {self.whole.graph.digest} {self.whole.source.function}"
-        name = hashlib.sha256(what.encode()).hexdigest()[:16]
+        name = hashlib.sha256(f"{part.digest} {self._digest}".encode()).hexdigest()[:16]
         return part, self._folder / f"{name}.json"
 
     def likely(self) -> Iterator[tuple[str, ...]]:

@@ -1,6 +1,6 @@
 """Heartbeats of the processes of a run through its store: each process learns that another is lost.
 
-A collective may wait for a lost rank until its timeout, which is minutes, and nothing interrupts the
+A collective may wait for a lost rank until its timeout of 30 minutes, and nothing interrupts the
 thread that waits. So the function that is told of the loss ends its process, whatever its collectives do.
 """
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -410,6 +411,9 @@ def test_plans_for_losses_are_made_once(planned: Path, tmp_path: Path) -> None:
     )  # which captures the model once more
     assert hap.Plan.load(file) == anew
     assert file.stat().st_mtime_ns == made
+    with_another = replace(plans.whole, optimizer=replace(plans.whole.optimizer, states=0))
+    with_another.save(tmp_path / "plan.json")
+    assert not PartPlans(tmp_path / "plan.json", tmp_path / "plans").has(("a:1", "b:0"))
 
 
 @pytest.mark.parametrize(

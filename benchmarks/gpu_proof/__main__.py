@@ -5,7 +5,7 @@
     python -m benchmarks.gpu_proof --plans DIR --only collectives
 
 Parts, in their order: *collectives* (every collective on NCCL, bit by bit against the emulator), *verification*
-(random uneven plans of eight model families against one device), *overlap* (collectives beside
+(random uneven plans of nine model families against one device), *overlap* (collectives beside
 computing on CUDA streams), *commands* (``hap plan``, ``verify`` and ``run`` as a user types them),
 *suite* (tests marked ``gpu``), *one rank* (against plain eager; peak memory), *cuda graphs* (the same
 with steps as CUDA graphs), *profile* (predicted against measured steps), *compiled* (one rank against
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="with --prepare: for a run on CPUs")
     parser.add_argument(
         "--families", nargs="+", choices=FAMILIES, default=FAMILIES, metavar="NAME",
-        help="model families to make random plans for; parts skip the others; default: all eight",
+        help="model families to make random plans for; parts skip the others; default: all nine",
     )  # fmt: skip
     parser.add_argument(
         "--models", nargs="+", default=(), metavar="NAME",

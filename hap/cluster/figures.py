@@ -130,7 +130,7 @@ FIGURES: Final = (
         key="host", path="host_s", dimension="seconds", default=0.0, open=")", unit=(1e-6, "us"),
         hint="give a time of 0 or more",
         meaning="time in which the host issues one operator. The device waits for it where operators "
-        "take less, as on a fast GPU in half precision; 0: never, as on a CPU",
+        "take less, as on a fast GPU in half precision; 0: never, as on a CPU. GPUs without this figure get 15 us",
     ),
     Figure(
         key="operands", path="operand_bytes_per_s", dimension="bytes/s", default=math.inf,
