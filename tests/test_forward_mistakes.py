@@ -125,7 +125,7 @@ MISTAKES = {
     a_hook: ("one graph", "register hooks in __init__", True),
     a_policy: ("one graph", "outside of the forward as context_fn", True),
     a_branch_as_program: ("inside of an operator (cond)", "torch.where", True),
-    a_place_in_a_queue: ("Python reads a number of a tensor", "torch.arange", True),
+    a_place_in_a_queue: ("Python reads the value of a tensor", "torch.arange", True),
     a_loop_as_program: ("inside of an operator (while_loop)", "a loop in Python", True),
     line_of_the_library: ("one graph", "__init__", True),
     a_collective: ("the forward fails", "the plan adds the collectives", True),

@@ -380,7 +380,7 @@ def test_a_model_whose_plain_objects_hold_tensors_is_built_with_data(tmp_path: P
     path, said = tmp_path / "model.py", []
     path.write_text(SCHEDULE)
     plan = hap.api.plan_file(str(path), "local:1", progress=said.append)
-    assert "a plain object of the model holds tensors: building it for real" in said
+    assert "a plain object of the model holds tensors: building the model with data" in said
     assert hap.verify(plan).ok
     (tmp_path / "one.yaml").write_text("nodes: [{name: a, gpus: 1, type: cpu}]")
     words = ["what-if", str(path), "--cluster", str(tmp_path / "one.yaml"), "--rows", "32"]

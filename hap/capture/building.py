@@ -34,10 +34,10 @@ def without_data(make: Callable[[], Made], progress: Progress = lambda text: Non
         with torch_private.building_without_data():
             return make()
     except needs_data:
-        progress("model() or batch() reads tensor data: building them for real")
+        progress("model() or batch() reads tensor data: building them with data")
         return make()
     except ModelError as error:
         if "FakeTensor" not in str(error.__cause__):
             raise
-        progress("model() or batch() needs tensors with data: building them for real")
+        progress("model() or batch() needs tensors with data: building them with data")
         return make()

@@ -72,7 +72,7 @@ def check_layouts(module: nn.Module) -> None:
         if tensor.layout != torch.strided or tensor.is_nested:
             kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
             raise ModelError(
-                f"the model holds the {kind} tensor {name!r}, but programs have dense tensors alone",
+                f"the model holds the {kind} tensor {name!r}, but only dense tensors are supported",
                 hint=NESTED if tensor.is_nested else SPARSE,
             )
 
@@ -120,8 +120,8 @@ def check_shared_memory(module: nn.Module, changed: Container[str], used: Contai
         for other, held in others:
             if (name in changed or other in changed) and _overlap(tensor, held):
                 raise ModelError(
-                    f"{other!r} and {name!r} are two tensors in the same memory, so that a step "
-                    "that changes one would not change the other",
+                    f"{other!r} and {name!r} are two tensors in the same memory: a plan keeps them "
+                    "apart, so that a step that changes one would not change the other",
                     hint="tie them as one tensor (self.b.weight = self.a.weight, without .data), "
                     "or give each its own memory by clone()",
                 )
@@ -182,7 +182,7 @@ def warn_of_eval(module: nn.Module) -> None:
     )
     if name is not None:
         warnings.warn(
-            f"the model is in eval(), so that the plan has no dropout and keeps running statistics, as of "
+            f"the model is in eval(), so that the plan has no dropout and does not update running statistics, as of "
             f"{name or type(module).__name__!r}. Models of from_pretrained are in eval(): call model.train() "
             "before planning, to train as usual",
             stacklevel=4,  # the caller of hap.plan
@@ -210,7 +210,7 @@ def check_hooks(module: nn.Module) -> None:
         made = [k for k, v in vars(sub).items() if isinstance(v, Tensor) and v.grad_fn is not None]
         if made := [name for name in made if name not in known]:
             raise ModelError(
-                f"{where} can't be captured: it keeps the tensor {made[0]!r}, computed before the forward",
+                f"{where} can't be captured: it holds the tensor {made[0]!r}, which was computed before the forward",
                 hint="compute it in the forward, or by a parametrization",
             )
     if kind := torch_private.global_hook():
@@ -226,9 +226,9 @@ def check_gradient_hooks(module: nn.Module) -> None:
         if kind := torch_private.parameter_hook(parameter):
             raise ModelError(
                 f"the parameter {name!r} has a hook ({kind}), which the captured step would not run",
-                hint="change the gradient in the forward, by a hook on a tensor computed from the "
-                "parameter or a parametrization; or call hap.compile without the hook, and "
-                "register it on the parameters of the module that it returns",
+                hint="remove it, and register it on the parameters of the module that hap.compile "
+                "returns; or change the gradient in the forward, by a parametrization, or by a hook "
+                "on a tensor that is computed from the parameter",
             )
     for path, sub in module.named_modules():
         where = f"the module {path!r} ({type(sub).__name__})" if path else "the model itself"
@@ -262,8 +262,8 @@ def not_copied(module: nn.Module, memo: Mapping[int, object], error: Exception) 
     text = str(error).partition("\n")[0]
     return ModelError(
         f"{what} can't be copied: {type(error).__name__}: {text}",
-        hint="keep it outside of the module, in a global; compute a tensor that depends on parameters "
-        "in the forward, or detach() it",
+        hint="keep it outside of the module, in a global; if it is a tensor computed from parameters, "
+        "compute it in the forward, or detach() it",
     )
 
 
@@ -306,8 +306,8 @@ def check_batch(entries: Mapping[str, Tensor]) -> None:
         where = f"batch entry {name!r}"
         if tensor.requires_grad:
             raise ModelError(
-                f"{where} requires grad, but a step has gradients of parameters alone",
-                hint="detach it; a tensor to train belongs into the model, as a parameter",
+                f"{where} requires grad, but a step computes gradients of parameters only",
+                hint="detach it; to train it, make it a parameter of the model",
             )
         if tensor.layout != torch.strided:
             kind = f"of layout {tensor.layout}"
@@ -323,7 +323,7 @@ def check_backward(step: nn.Module) -> None:
     if any(parameter.grad is not None for parameter in step.parameters()):
         raise ModelError(
             "the forward calls backward()",
-            hint="return the loss alone: the plan computes its gradients. A gradient that the loss reads is "
+            hint="return the loss alone: the plan computes its gradients. If the loss reads a gradient, compute it by "
             "torch.autograd.grad(..., create_graph=True)",
         )
 

@@ -23,7 +23,7 @@ def _check_labels(x: Tensor, targets: Tensor, labels: Tensor) -> None:
     if x.is_cpu and targets.dim() == 2 and targets.numel():
         read = torch.arange(targets.shape[1]) < labels.unsqueeze(1)
         if bool((((targets < 0) | (targets >= x.shape[2])) & read).any()):
-            raise IndexError(f"a label of CTC is none of the {x.shape[2]} classes")
+            raise IndexError(f"a CTC label is none of the {x.shape[2]} classes")
 
 
 @torch.library.custom_op("hap::ctc_loss", mutates_args=())

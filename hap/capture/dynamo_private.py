@@ -60,8 +60,8 @@ def dynamo_graph(
         with told(compiled=True), contextlib.suppress(GraphBreak):
             found = _graph(module, args, kinds, calls, no_rows)
             warnings.warn(
-                f"{asked.line}: the forward asks whether it is compiled, and what it does if not can't be planned "
-                f"({error}): the plan computes what torch.compile would",
+                f"{asked.line}: the forward asks whether it is compiled, and its branch for not compiled can't be "
+                f"captured ({error}): the plan takes the branch for torch.compile",
                 stacklevel=2,
             )
             return found

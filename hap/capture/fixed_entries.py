@@ -42,7 +42,7 @@ def _fixed(name: str, tensor: Tensor) -> Fixed:
     if dtype not in WHOLE:
         raise ModelError(
             f"`fixed` names {name!r}, which is of {dtype}", where=where,
-            hint="a fixed entry has whole numbers or booleans",
+            hint="a fixed entry must hold whole numbers or booleans",
         )  # fmt: skip
     if tensor.numel() > tensor_constants.LARGEST:
         raise ModelError(
@@ -54,7 +54,7 @@ def _fixed(name: str, tensor: Tensor) -> Fixed:
         if known is None:
             raise NoData(
                 f"the fixed entry {name!r} has no data", where=where,
-                hint="make it outside of a fake mode",
+                hint="make it with data, outside of FakeTensorMode",
             )  # fmt: skip
         tensor = known
     return Fixed(dtype, torch_private.values(tensor))

@@ -26,7 +26,7 @@ def real_if_needed(
     try:
         return use(model)
     except HiddenTensorsError:
-        progress("a plain object of the model holds tensors: building it for real")
+        progress("a plain object of the model holds tensors: building the model with data")
         return use(make())
 
 
@@ -37,13 +37,13 @@ def not_differentiated(module: nn.Module, error: Exception) -> ModelError:
     if "Unexpected fake buffer" in str(error) and bare:
         return HiddenTensorsError(
             f"the model holds tensors without data in {', '.join(map(repr, bare[:4]))}",
-            hint="build the model with data, or keep these tensors by register_buffer",
+            hint="build the model with data, or register these tensors by register_buffer",
         )
     text = str(error).partition("\n")[0]
     held = ", ".join(map(repr, [*hidden][:4])) or "that the forward writes into"
     return ModelError(
         f"torch can't differentiate the step: {type(error).__name__}: {text}",
-        hint=f"keep the tensors {held} by register_buffer, each by its own name; "
+        hint=f"register the tensors {held} by register_buffer, each under its own name; "
         "hap plan -v shows the traceback",
     )
 

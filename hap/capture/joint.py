@@ -96,10 +96,10 @@ _PROGRAMS = ("cond", "while_loop", "scan", "map_impl")
 def programs_inside(node: fx.Node) -> ModelError:
     """Return the error for an operator that runs programs."""
     return ModelError(
-        f"the step runs programs inside of an operator ({node.target}), whose splits are not known",
+        f"the step runs programs inside of an operator ({node.target}), which hap can't split",
         where=source_of(node),
-        hint="compute both branches and choose by torch.where; write a loop in Python, with as many turns "
-        "for every batch",
+        hint="compute both branches and choose by torch.where; write a loop in Python, with the same "
+        "number of iterations for every batch",
     )
 
 
@@ -111,8 +111,8 @@ def _check_replaced_data(graph: fx.Graph) -> None:
             raise ModelError(
                 "the forward replaces the data of a parameter, a buffer or the batch",
                 where=source_of(node),
-                hint="write into it, self.b.copy_(...), in place of self.b.data = ...; parameters that require no "
-                "grad may be written into, too, and only the optimizer changes the others",
+                hint="write into it by self.b.copy_(...), not by self.b.data = ...; of the parameters, the forward "
+                "may change those that require no grad, and only the optimizer the others",
             )
 
 

@@ -95,7 +95,9 @@ def load_model_file(spec: str) -> ModelFile:
     if getattr(module, name, None) is None:
         raise ModelError(f"no function `{name}`", where=path, hint=_near(name, module))
     if find("batch") is None:
-        raise ModelError("no function `batch`", where=path, hint="define batch(): a global batch")
+        raise ModelError(
+            "no function `batch`", where=path, hint="define batch(), which returns a global batch"
+        )
     seed = find("seed") or 0
     if not isinstance(seed, int):
         raise ModelError(f"`seed` is {seed!r}, not an int", where=path)
@@ -181,7 +183,8 @@ def model_file_of(plan: Plan) -> ModelFile:
     if not Path(plan.source.path).exists():
         raise PlanError(
             "there is no such file here, and the plan names its model file by this path",
-            where=plan.source.path, hint="start in the folder from which `hap plan` found it",
+            where=plan.source.path,
+            hint="start in the folder in which `hap plan` ran, or put the file back",
         )  # fmt: skip
     return load_model_file(f"{plan.source.path}:{plan.source.function}")
 
@@ -192,7 +195,7 @@ def with_weights(model: nn.Module, file: ModelFile) -> nn.Module:
         raise ModelError(
             f"{file.function}() returns a model on the meta device, which has no weights",
             where=file.path,
-            hint="planning needs none, but to verify or train, build it on the CPU",
+            hint="a plan needs no weights; to verify or train, build the model on the CPU",
         )
     return model
 
@@ -282,7 +285,7 @@ def _iterated(
                 kind = "no batch" if batch is _END else f"a {type(batch).__name__} without tensors"
                 raise ModelError(
                     f"batches() yields {kind}", where=where,
-                    hint="yield global batches, as batch() returns them; each call starts anew",
+                    hint="yield global batches, as batch() returns them; each call must begin anew",
                 )  # fmt: skip
             yield batch
 

@@ -45,8 +45,8 @@ def packed_attention(
     ]
     if cu_seq_lens_q is None or attention_mask is not None or unknown:
         raise ModelError(
-            f"attention over a packed sequence has {', '.join(unknown) or 'a mask'}",
-            hint="this is not supported",
+            f"attention over a packed sequence has {', '.join(unknown) or 'a mask'}, which hap does not support",
+            hint="plan the model without it",
         )
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -20,18 +20,18 @@ def not_one_graph(reason: str, where: str, on_data: bool = True) -> ModelError:
     """
     hint = (
         "the program must not depend on tensor data: no `if` on a tensor's value, "
-        "no .item(), no shapes made from data; torch.where often does instead. "
+        "no .item(), no shapes made from data; torch.where often replaces them. "
     )
     if re.search(r"\bu\d+\b|aten.nonzero", reason):  # a size that is data
         reason = reason.replace("Consider annotating your code using torch._check*(). ", "")
         reason = f"it decides by a number that is data ({reason})"
         hint = (
-            "how many rows x[mask] has is data. A loop over experts may run for all of them, and without a branch "
-            f"for none: torch computes with no rows, too. Or {ROWS_HINT}. "
+            "the number of rows of x[mask] is data. Let a loop over experts run for all of them, and leave out the "
+            f"branch for an expert without rows: torch also computes with no rows. Or {ROWS_HINT}. "
         )
     if _READ in reason:
         reason = (
-            f"Python reads a number of a tensor, as a size, an index, a key or a result ({_READ})"
+            f"Python reads the value of a tensor, as a size, an index, a key or a result ({_READ})"
         )
         hint += (
             "An index may be a tensor: queue[(self.begin + torch.arange(n)) % len(queue)] = keys. "
@@ -62,12 +62,12 @@ def remedy_of(reason: str) -> str:
 
 REMEDIES: dict[tuple[str, ...], str] = {
     ("torch.compiler.disable", "function `disable`"):
-        "leave out torch.compiler.disable: a plan has the whole forward",
+        "leave out torch.compiler.disable: the whole forward must be captured",
     ("as_proxy", "opaque object", "Generator"):
-        "pass torch's functions tensors and numbers alone, and no `generator=`: the run seeds all random numbers. "
-        "Those that are the same in every step belong into a buffer",
+        "pass only tensors and numbers to functions of torch, and no `generator=`: the run seeds all random numbers. "
+        "Keep random numbers that are the same in every step in a buffer",
     ("Random.", "random."):
-        "draw by torch.rand; what chance decides is a factor of 0 or 1, in place of a branch",
+        "draw by torch.rand; in place of a random branch, multiply by a factor of 0 or 1",
     ("builtin `time.",): "measure the time around the step, outside of the forward",
     ("requires_grad",): "use detach() in the forward, or set requires_grad of parameters in model()",
     ("setattr is not supported on type", "`setattr` with argument types ['type'", "register_forward"):
@@ -82,9 +82,9 @@ REMEDIES: dict[tuple[str, ...], str] = {
 
 _ARGUMENTS = (
     "the forward gets every entry of the batch: let it take the labels too, as in "
-    "forward(self, x, y=None), where loss(output, batch) reads them"
+    "forward(self, x, y=None), even if only loss(output, batch) reads them"
 )
-_DEVICE = "name no device in the forward: tensors belong on that of its arguments"
+_DEVICE = "name no device in the forward: make tensors on the device of its arguments (device=x.device)"
 NESTED = "use padded tensors with a mask: pad in batch()"
 SPARSE = (
     "use dense tensors: a product with a sparse matrix of the entries values at (row, column) is "
@@ -97,7 +97,7 @@ FAILURES: dict[str, str] = {
     "Sparse": SPARSE,
     "NestedTensor": NESTED,
     "nested_tensor": NESTED,
-    ".numpy() is not supported": "compute with torch: NumPy needs the numbers of a tensor, and a plan is made "
+    ".numpy() is not supported": "compute with torch: NumPy needs the values of a tensor, but a plan is made "
     "without data",
     "not linked with support for cuda": _DEVICE,
     "Found no NVIDIA driver": _DEVICE,

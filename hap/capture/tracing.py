@@ -222,7 +222,7 @@ def check_recipe(autocast: str, recompute: str, float32_matmul_precision: str = 
         ("float32_matmul_precision", float32_matmul_precision, PRECISIONS),
     ):  # fmt: skip
         if given and given not in known:
-            raise InputError(f"{name} {given!r}", hint=f"use one of {', '.join(known)}")
+            raise InputError(f"unknown {name} {given!r}", hint=f"use one of {', '.join(known)}")
 
 
 def _fake(step: Step, batch: Mapping[str, TorchTensor], mode: Any) -> tuple[Step, Any]:
@@ -292,7 +292,9 @@ def _convert(
                 return str(value).removeprefix("torch.")
             case bool() | int() | float() | str() | None:
                 return value
-        raise ModelError(f"an operator's argument is a {type(value).__name__}: {value!r}")
+        raise ModelError(
+            f"a plan can't hold an operator's argument {value!r} ({type(value).__name__})"
+        )
 
     for node in joint.graph.nodes:
         if node.op == "get_attr" and not isinstance(

@@ -128,14 +128,14 @@ def examine(
     across = not alike and not getattr(optimizer, "whole_norms", False)
     if across and not _equal(whole, run()[2]):
         raise DrawsNumbers(
-            f"{name} trains the same parameters in another way each time, as with random numbers",
+            f"{name} trains the same parameters in another way each time, as if it drew random numbers",
             hint="ranks would train different models: use an optimizer that draws no numbers",
         )
     if not any(values.diff(dim=0).any() for values in whole.values()):
         raise ModelError(
-            f"{name} changes no parameter in its first {len(SCALES)} steps: whether shards train "
-            "like the whole is unknown",
-            hint="begin with a learning rate above zero",
+            f"{name} changes no parameter in its first {len(SCALES)} steps: hap can't tell whether it "
+            "may train shards of parameters",
+            hint="let it begin with a learning rate above zero",
         )
     kept = set(map(id, _tensors(optimizer)))
     left = [n for n, p in params.items() if id(p) not in kept]

@@ -25,7 +25,7 @@ from hap.errors import ModelError
 
 _LOGGER = logging.getLogger(__name__)
 
-HINT = "keep all rows: losses take ignore_index, and torch.where(mask, x, 0).sum() / mask.sum() is a mean of some"
+HINT = "keep all rows: pass ignore_index to the loss, or write the mean as torch.where(mask, x, 0).sum() / mask.sum()"
 """A remedy for rows that a mask chooses."""
 
 
@@ -77,8 +77,8 @@ def _check_equal(
     pairs = [*decided, *((a, b) for a, b in checked if {a, b} & masks.keys())]
     if any(a not in masks or masks[a] is not masks.get(b) for a, b in pairs):
         raise ModelError(
-            "the forward can't be captured as one graph: it asks whether two numbers that are data are equal",
-            hint="choose rows by one mask where tensors are to have the same shape",
+            "the forward can't be captured as one graph: it compares two numbers that are data",
+            hint="choose the rows of tensors of the same shape by one mask",
         )
 
 
