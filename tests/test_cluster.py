@@ -582,7 +582,7 @@ BAD = {
         "links: {between: 1 GB/s}\nnodes:\n  - {gpus: 1, type: T4}\n  - {gpus: 1, type: T4}\n",
         3,
         "two nodes are named 'node'",
-        "apart",
+        "rename",
     ),
     "yaml syntax": (
         "nodes:\n  - gpus: [1\n    type: V100\n",

@@ -154,7 +154,7 @@ def test_a_number_that_no_float_holds_is_refused(tmp_path: Path) -> None:
     data = saved(path)
     change(data, "prediction.step_s", "infinite")
     path.write_text(json.dumps(data).replace('"infinite"', "1e999"))
-    with pytest.raises(PlanError, match="1e999 is no figure"):
+    with pytest.raises(PlanError, match="1e999 is no finite number"):
         Plan.load(path)
 
 
@@ -323,7 +323,7 @@ def test_a_plan_of_a_catalogue_gpu_holds_no_infinity(tmp_path: Path) -> None:
     json.dumps(data, allow_nan=False)
     data["cluster"]["devices"][0]["operand_bytes_per_s"] = float("inf")
     (tmp_path / "infinite.json").write_text(json.dumps(data))
-    with pytest.raises(PlanError, match="Infinity is no figure"):
+    with pytest.raises(PlanError, match="Infinity is no finite number"):
         Plan.load(tmp_path / "infinite.json")
 
 

@@ -119,7 +119,7 @@ def _read_yaml(text: str, file: str, name: str) -> Cluster:
         for own in node.names:
             if names[own] > 1:
                 raise ClusterError(
-                    f"two nodes are named {own!r}", where=node.where, hint="name the nodes apart"
+                    f"two nodes are named {own!r}", where=node.where, hint="rename one of them"
                 )
     devices = tuple(
         replace(device, name=f"{name}:{index}", node=name)

@@ -146,19 +146,19 @@ FIGURES: Final = (
     ),
     Figure(
         key="interference", path="contention.interference", default=0.0, most=1.0, open=")",
-        hint="give the part of a collective's time that computing loses, such as 0.1",
+        hint="give the part of a collective's time that computing loses, from 0 to below 1: 0.1",
         meaning="part of a collective's time that computing beside it loses, such as 0.1. Where "
         "slower devices take part, a faster one loses no more processor time than they do",
     ),
     Figure(
         key="drag", path="contention.drag", default=1.0, least=1.0, open=")",
-        hint="give how many times as long a collective takes beside computing, such as 1.2",
+        hint="give a factor of 1 or more: by how much computing prolongs a collective, such as 1.2",
         meaning="duration of a collective while this device computes, relative to its duration "
         "alone, such as 1.2",
     ),
     Figure(
         key="relaunch", path="relaunch", default=1.0, most=1.0, open="(",
-        hint="give a part above 0, and 1 at most, such as 0.5",
+        hint="give a factor above 0, and 1 at most, such as 0.5",
         meaning="launch cost of a small operator (256 KiB of tensors at most) and of a parameter's "
         "update, relative to `launch`, such as 0.5: on a CPU, larger operators evict the caches",
     ),
@@ -186,9 +186,9 @@ def warn_of_retired(keys: Iterable[str], where: str) -> None:
     """Warn about retired figures of a device, which have no effect."""
     if found := [repr(key) for key in RETIRED if key in keys]:
         warnings.warn(
-            f"{where}: {', '.join(found)}: ignored, since collectives are now measured among sets of "
-            "devices; without these, plans that leave slow devices out are priced as if those took "
-            "part. Run `hap profile` again",
+            f"{where}: {', '.join(found)}: ignored, because collectives are now measured among subsets of "
+            "the devices. Run `hap profile` again: without such measurements, the collectives of a plan "
+            "that leaves slow devices out are priced as if those took part",
             stacklevel=2,
         )
 

@@ -55,7 +55,7 @@ def read_hostfile(text: str, file: str, name: str) -> Cluster:
             raise ClusterError(
                 f"host {host!r} is named twice",
                 where=where,
-                hint="give a machine with unlike GPUs in a yaml file",
+                hint="describe a machine with different GPUs in a yaml file",
             )
         settings = dict(_pairs(words, where, ("slots", "type")))
         slots = _slots(settings, where)

@@ -45,10 +45,10 @@ class Cluster:
             raise ClusterError("the cluster has no devices", hint="give at least one node a GPU")
         twice = [name for name, n in Counter(d.name for d in self.devices).items() if n > 1]
         if twice:
-            raise ClusterError(f"two devices are named {twice[0]}", hint="name the nodes apart")
+            raise ClusterError(f"two devices are named {twice[0]}", hint="rename a node")
         missing = [node for node in self.nodes if node not in self.intra]
         if missing:
-            raise ClusterError(f"node {missing[0]} has no inner link")
+            raise ClusterError(f"node {missing[0]} has no link between its devices")
         check_collectives(self.collectives)
 
     def measured(self, kind: str, implementation: str) -> Mapping[str, Link]:

@@ -71,7 +71,9 @@ class Mesh:
         self.machines = tuple(cluster.ranks(node) for node in cluster.nodes)
         counts = {len(ranks) for ranks in self.machines}
         if len(self.machines) < 2 or len(counts) > 1 or counts == {1}:
-            raise ValueError("a mesh needs several machines with equally many devices, 2 or more")
+            raise ValueError(
+                "a mesh needs 2 machines or more, all with the same number of devices, 2 or more"
+            )
         if tuple(rank for ranks in self.machines for rank in ranks) != tuple(range(len(self))):
             raise ValueError("the ranks of a machine must follow each other")
 

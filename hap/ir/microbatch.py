@@ -63,7 +63,7 @@ def phases(graph: Graph) -> Mapping[str, Phase]:
             if kind not in LOCAL:
                 raise PlanError(
                     f"{node.inputs[0]} is needed whole in the middle of the step ({kind})",
-                    where=node.module, hint="plan without microbatches",
+                    where=node.module, hint="plan without --stages",
                 )  # fmt: skip
         if is_sum(node):
             phase = Phase.COUNTED if node.name in early else Phase.END
@@ -110,7 +110,7 @@ def _check_end(graph: Graph, node: Node, phase_of: Mapping[str, Phase]) -> None:
         if single and not (linear and placement == P):
             raise PlanError(
                 f"{node.name} needs {name} of each part, and a sum over the whole batch",
-                where=node.source or node.module, hint="plan without microbatches",
+                where=node.source or node.module, hint="plan without --stages",
             )  # fmt: skip
 
 

@@ -374,7 +374,7 @@ class Plan:
         if (
             infinite and data["format"] >= 4
         ):  # older plans wrote a device's default rate as Infinity
-            raise PlanError(f"{infinite[0]} is no figure", where=where, hint="plan anew")
+            raise PlanError(f"{infinite[0]} is no finite number", where=where, hint="plan anew")
         try:
             return Plan.from_json(data)
         except (PlanError, ClusterError) as error:

@@ -42,7 +42,7 @@ def finite(text: str) -> float:
     """Parse a number of JSON; one that no float can hold, as 1e999, is refused."""
     value = float(text)
     if math.isinf(value):
-        raise ValueError(f"{text[:40]} is no figure")
+        raise ValueError(f"{text[:40]} is no finite number")
     return value
 
 

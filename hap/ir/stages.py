@@ -322,7 +322,7 @@ class _Cutter:
         phase = self._phases[maker.name] if maker else Phase.ONCE
         if phase not in (Phase.ONCE, Phase.PART):
             raise PlanError(
-                f"{name}, a sum over the microbatches, crosses between stages", hint="cut earlier"
+                f"{name}, a sum over the microbatches, crosses between stages", hint="plan anew"
             )
         return phase is Phase.ONCE
 
