@@ -369,9 +369,9 @@ def verify(
         HapError: a process of a rank failed, with ``processes``.
     """
     if dtype not in ("float64", "float32"):
-        raise InputError(f"dtype {dtype!r}", hint="verify in float64 or float32")
+        raise InputError(f"unknown dtype {dtype!r}", hint="verify in float64 or float32")
     if device not in ("cpu", "cuda"):
-        raise InputError(f"device {device!r}", hint="verify on cpu or cuda")
+        raise InputError(f"unknown device {device!r}", hint="verify on cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("this machine has no CUDA device", hint="verify with --device cpu")
     check_rows(plan)

@@ -34,7 +34,9 @@ def choose_with_roundings(
         InputError: a rounding is unknown, or gradients are to be rounded in stages.
     """
     if unknown := [name for name in options.allow if name not in ROUNDINGS]:
-        raise InputError(f"allow={unknown[0]!r}", hint=f"use one of {', '.join(ROUNDINGS)}")
+        raise InputError(
+            f"unknown rounding allow={unknown[0]!r}", hint=f"use one of {', '.join(ROUNDINGS)}"
+        )
     if options.allow and options.stages:
         raise InputError(
             "gradients can't be rounded in plans with stages, which sum them over microbatches",

@@ -39,7 +39,7 @@ def refuse_mpirun() -> None:
     size = next((os.environ[name] for name in _MPI_SIZES if name in os.environ), "1")
     if launcher() is None and size != "1":
         raise InputError(
-            f"mpirun started {size} processes, whose numbers hap does not read",
+            f"mpirun started {size} processes, but hap does not read the rank numbers of mpirun",
             hint="start them by torchrun or srun; on one machine start hap run once, without mpirun",
         )
 

@@ -119,7 +119,7 @@ class Lamb(_Whole):
     ) -> None:  # fmt: skip
         _check(lr=lr, eps=eps, weight_decay=weight_decay)
         if not all(0 <= beta < 1 for beta in betas):
-            raise InputError(f"betas {betas}", hint="both must be in [0, 1)")
+            raise InputError(f"betas are {betas}", hint="both must be in [0, 1)")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
@@ -162,7 +162,7 @@ class Lars(_Whole):
     ) -> None:  # fmt: skip
         _check(lr=lr, weight_decay=weight_decay, trust=trust)
         if not 0 <= momentum < 1:
-            raise InputError(f"momentum {momentum}", hint="it must be in [0, 1)")
+            raise InputError(f"momentum is {momentum}", hint="it must be in [0, 1)")
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
         super().__init__(params, defaults)
 
@@ -183,4 +183,4 @@ class Lars(_Whole):
 def _check(**rates: float) -> None:
     for name, rate in rates.items():
         if rate < 0:
-            raise InputError(f"{name} {rate}", hint="it must not be negative")
+            raise InputError(f"{name} is {rate}", hint="it must not be negative")

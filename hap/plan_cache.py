@@ -63,7 +63,7 @@ class PlanCache:
                 return None
             plan = Plan.load(file)
         except (HapError, OSError) as error:
-            self._progress(f"a kept plan is damaged, planning again: {error}")
+            self._progress(f"a cached plan is damaged, planning again: {error}")
             return None
         self.found += 1
         return plan
@@ -79,7 +79,7 @@ class PlanCache:
             for file in kept[:-MOST]:
                 file.unlink(missing_ok=True)
         except OSError as error:
-            self._progress(f"the plan is not kept for the next time: {error}")
+            self._progress(f"the plan cannot be cached: {error}")
 
 
 @cache

@@ -11,7 +11,7 @@ from hap.ir.program import Compute, Program
 from hap.synthesizer.rules import Row
 from hap.synthesizer.rules.textual_rules import rows_of
 
-HINT = "plan anew; a rule of your own belongs into `rules` of the model file: see docs/rules.md"
+HINT = "plan anew; a rule of your own belongs in `rules` of the model file: see docs/rules.md"
 
 
 def check_rows(plan: Plan) -> None:
@@ -44,7 +44,7 @@ def _check(graph: Graph, program: Program) -> None:
         ]
         if len({axis for axis, _ in cuts}) > 1:
             names = ", ".join(sorted({repr(axis) for axis, _ in cuts}))
-            raise PlanError(f"{_named(step, node)} is cut along unlike axes: {names}", hint=HINT)
+            raise PlanError(f"{_named(step, node)} is cut along different axes: {names}", hint=HINT)
         if not any(
             row.ins == step.ins and _fits(row.outs, step.outs)
             and all(row.units % units == 0 for _, units in cuts)

@@ -57,7 +57,7 @@ class RuleCache:
             write_whole(folder() / f"{op}.json", [json.dumps(self._known[op], indent=1)])
         except OSError as error:
             self._writable = False
-            self._progress(f"discovered rows are not kept for the next plan: {error}")
+            self._progress(f"discovered rules cannot be cached: {error}")
 
     def _read(self, op: str) -> dict[str, list[str]]:
         try:
@@ -69,7 +69,7 @@ class RuleCache:
         except (ValueError, RecursionError):  # not UTF-8, or no JSON
             found = None
         if not isinstance(found, dict) or not all(_is_rule(lines) for lines in found.values()):
-            self._progress(f"the kept rows of {op} are damaged: discovering them again")
+            self._progress(f"the cached rules of {op} are damaged: discovering them again")
             return {}
         return found
 

@@ -98,7 +98,7 @@ def discovered(call: Call) -> Discovery:
     cases = [Case(sample, tolerance) for sample in samples]
     if not all(_varies(out, cases) for out in cases[0].whole):
         raise NoSampleError(
-            f"operator {call.node.op} makes one number alone of random inputs, which shows no row",
+            f"operator {call.node.op} makes one number alone of random inputs, which shows no rule",
             where=call.node.source,
             hint="write its rule in the model file: see docs/rules.md",
         )
@@ -200,7 +200,7 @@ def samples_of(call: Call) -> tuple[list[Sample], float]:
         if samples:
             return [*samples, *scaled], tolerance
     raise NoSampleError(
-        f"operator {op} runs on no sample of its call: {error}",
+        f"operator {op} fails on every sample of its call: {error}",
         where=call.node.source,
         hint="it must run on the CPU, on tensors of any size; or write its rule in the model "
         "file: see docs/rules.md",
@@ -365,8 +365,8 @@ def _unfit(op: str, where: str, reason: str) -> UnsupportedOpError:
     return UnsupportedOpError(
         f"operator {op} can't be split: {reason}",
         where=where,
-        hint="its parts would not make up the whole; compute it outside of the planned step, or "
-        "with operators whose results depend on their inputs alone",
+        hint="the results of the ranks would not make up the whole; compute it outside of the planned "
+        "step, or with operators whose results depend on their inputs alone",
     )
 
 
@@ -401,8 +401,8 @@ def calls_of(op: str) -> list[Call]:
             break
     if not found:
         raise UnsupportedOpError(
-            f"no arguments were found that operator {op} takes",
-            hint=f"hap rules discover {op} --model FILE takes those of a model's calls",
+            f"no valid arguments were found for operator {op}",
+            hint=f"hap rules discover {op} --model FILE uses the arguments of a model's calls",
         )
     return found
 

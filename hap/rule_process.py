@@ -38,8 +38,8 @@ def discovered_apart(call: Call) -> tuple[str, ...]:
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise NoSampleError(
-            f"operator {call.node.op}: this platform can't fork the process that its rows would be "
-            "discovered in",
+            f"operator {call.node.op}: this platform can't fork a process in which its rule would be "
+            "discovered",
             where=call.node.source,
             hint="write its rule in the model file: see docs/rules.md",
         )

@@ -57,7 +57,7 @@ def with_rules(
             continue
         seen.add(kind(call))
         if node.op in given:
-            progress(f"trying the rule of {node.op}")
+            progress(f"checking the rule of {node.op}")
             _try(call, given[node.op])
             needed[node.op] = given[node.op]
         elif (found := derived(call)) is not None:
@@ -77,7 +77,7 @@ def _found(call: Call, cache: RuleCache, progress: Progress) -> tuple[str, ...]:
     known = cache.get(op, kind(call)) or _interrupted.get(kind(call))
     if known is not None:
         return known
-    progress(f"discovering the rows of {op}")
+    progress(f"discovering how {op} can be split")
     try:
         lines = discovered_apart(call)
     except NoSampleError as error:

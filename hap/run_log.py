@@ -135,9 +135,9 @@ def steps_of_plan(
     if found:
         return found
     counts = sorted({len(s.ranks) for s in steps})
-    what = f"they have {', '.join(map(str, counts))} ranks, it has {world_size}"
+    what = f"they have {', '.join(map(str, counts))} ranks, the plan has {world_size}"
     if counts == [world_size]:
-        what = "they are of another one with as many ranks"
+        what = "they are of another plan with as many ranks"
     raise InputError(
         f"no step of the log is by this plan: {what}", where=path,
         hint="give a plan of this run; those that hap run made are in the folder plans of its "

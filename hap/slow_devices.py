@@ -106,10 +106,10 @@ class SlowDevices:
         steps = f"{format_seconds(new_s)} a step instead of {format_seconds(old_s)}"
         text = f"{who}; planned anew in {format_seconds(took)}: {steps}"
         if old_s < GAIN * new_s:
-            return Decision(plan=None, text=f"{text}, too little to switch")
+            return Decision(plan=None, text=f"{text}: too small a gain to switch")
         if (old_s - new_s) * steps_left < switch_s:
-            left = f"over {steps_left} steps less than a switch takes, {format_seconds(switch_s)}"
-            return Decision(plan=None, text=f"{text}, {left}")
+            why = f"{steps_left} more steps save less than a switch takes, {format_seconds(switch_s)}"
+            return Decision(plan=None, text=f"{text}; {why}")
         return Decision(plan=new, text=text)
 
     def follow(self, slowness: tuple[float, ...], plan: Plan | None) -> None:

@@ -91,7 +91,7 @@ def test_dims_of_one_instruction_lie_on_one_axis() -> None:
     other = ("another", plan.program.axes[dim][1])
     program = replace(plan.program, axes={**plan.program.axes, dim: other})
     shares = {**plan.shares, "another": plan.shares[plan.program.axes[dim][0]]}
-    with pytest.raises(PlanError, match=r"cut along unlike axes: .*'another'"):
+    with pytest.raises(PlanError, match=r"cut along different axes: .*'another'"):
         check_rows(replace(plan, program=program, shares=shares))
 
 

@@ -384,7 +384,7 @@ def test_a_run_whose_plan_changed_is_read() -> None:
     assert (figures["run.steps"], figures["run.own"], figures["run.counted"]) == ("9", "3", "2")
     assert json.loads(figures["run.seconds"]) == pytest.approx((0.25 + 0.5 / 3) / 2)
     message = refused("report", "small.json", "--log", write_log(*again))
-    assert "no step of the log is by this plan: they are of another one" in message
+    assert "no step of the log is by this plan: they are of another plan" in message
 
 
 def test_files_for_tensorboard_hold_the_run() -> None:
@@ -429,7 +429,7 @@ def test_a_run_that_diverges_has_a_page() -> None:
         ('{"step": 1, "loss": 1, "seconds": 1, "ranks": [7]}\n', "a rank is 7"),
         (
             '{"step": 1, "loss": 1, "seconds": 1, "ranks": [{}]}\n',
-            "no step of the log is by this plan: they have 1 ranks, it has 4",
+            "no step of the log is by this plan: they have 1 ranks, the plan has 4",
         ),
         ("\0\xff", "this is no line of a run's log"),
     ],

@@ -122,7 +122,7 @@ def test_a_switch_that_does_not_pay_is_declined_once(plan: Plan) -> None:
     (slowness,) = _seen(watch, _figures(plan, 1, 2, 1))
     decision = watch.decide(slowness, 1, switch_s=1e6)
     assert decision.plan is None
-    assert "over 1 steps less than a switch takes" in decision.text
+    assert "1 more steps save less than a switch takes" in decision.text
     watch.follow(slowness, None)
     assert not _seen(watch, _figures(plan, 1, 2.1, 1), 3 * WINDOW)
     assert _seen(watch, _figures(plan, 1, 4, 1))

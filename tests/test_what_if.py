@@ -345,7 +345,7 @@ def test_kept_plans_give_the_same_answers(folder: Path) -> None:
     kept[0].write_text("{}")
     damaged = what_if(*command)
     assert damaged.stdout == first.stdout
-    assert damaged.stderr.count("a kept plan is damaged") == 1
+    assert damaged.stderr.count("a cached plan is damaged") == 1
 
 
 @pytest.mark.slow
