@@ -125,7 +125,7 @@ def expert_parallel(space: Space) -> Allowed:
         if name in axes and tensor in batch
     }  # fmt: skip
     if not tokens:
-        raise HapError("tokens go to experts by number, not along a dim of experts")
+        raise HapError("tokens are routed to experts by index, not along a dim of experts")
     gradients = _gradients(space.graph)
 
     def allowed(tensor: str, p: Placement, stored: bool) -> bool:

@@ -116,7 +116,7 @@ def select_devices(
     estimated += [part.first] if part and part.first else []
     promising = _best(estimated, lambda pair: pair.estimated_objective) if estimated else None
     if promising and promising.pair.estimated_objective < best.estimated_objective:
-        progress(f"searching without {len(promising.left)} devices that cost more than they bring")
+        progress(f"searching without {len(promising.left)} devices that may slow the step down")
         promise(promising.synthesizer.cluster)
         if part and promising.left == part.left:
             searched = part.selection

@@ -161,7 +161,7 @@ def paper_space(space: Space) -> Space:
 def _search(space: Space, cost: UnfusedPrices) -> Program:
     labelling = (problem := Problem(space, cost)).solve()
     if labelling is None:
-        raise NoProgramError("no program exists in the restricted space")
+        raise NoProgramError("no program has the required placements")
     return problem.program(labelling)
 
 

@@ -63,6 +63,6 @@ def _smaller_batch(pair: Candidate, cost: CostModel, space: Space | None) -> str
         return ""
     units = largest_batch(axis, pair, cost)
     if not units:
-        return "with its program no smaller batch fits either: "
+        return "no smaller batch fits with this program either: "
     total = cost.axes.axes[axis].units
-    return f"about the largest global batch that would fit is {units} (of {total}); or "
+    return f"reduce the global batch to about {units} (of {total}); or "

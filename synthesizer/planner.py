@@ -107,7 +107,7 @@ def choose_in_space(
 
     A narrower space counts if its first program beats that of A* over the whole one, which may be cut short.
     """
-    progress("stating the rules")
+    progress("applying the sharding rules")
     whole = build_space(graph)
     try:
         return choose(whole, cluster, states, options, progress)
@@ -162,12 +162,12 @@ def choose(
     """
     if options.mesh and not is_mesh(cluster):
         raise InputError(
-            "the cluster is no mesh: it needs several nodes with equally many devices, 2 or more",
-            hint="plan over one axis",
+            "the cluster is no mesh: it needs 2 or more nodes with the same number of devices, 2 or more",
+            hint="leave out --mesh, to plan over one mesh axis",
         )
     if options.pins and (options.stages or options.mesh):
         other = "--stages" if options.stages else "--mesh"
-        raise InputError(f"pins are for plans without {other}", hint=f"leave out {other} or --pin")
+        raise InputError(f"{other} excludes --pin", hint=f"leave out {other} or --pin")
     synthesizer = synthesizer or _synthesizer(space, cluster, optimizer_states, options, None)
     known: list[Selection] = []
     try:
@@ -264,7 +264,7 @@ def _searched(
             limits += [", without stages"] if options.stages else []
             beside = {f"all devices{''.join(limits)}": on_all, **beside}
     if synthesizer.gap:
-        progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")
+        progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the optimum")
     fewer = {name: (_named(cluster, s), s.pair) for name, s in selections.items()}
     notes = {method.name: method.note for method in METHODS} if options.compare else {}
     two = _on_two_axes(synthesizer, cluster, optimizer_states, options, best, progress, tasks)
@@ -397,5 +397,8 @@ def _on_two_axes(
     found = [found_on(part) for part in parts]
     two = min((c for c in found if c), key=lambda c: c.pair.objective, default=None)
     if two is None and options.mesh:
-        raise InputError("no program leaves every machine a share", hint="plan over one axis")
+        raise InputError(
+            "no program over two mesh axes gives every machine a share",
+            hint="leave out --mesh, to plan over one mesh axis",
+        )
     return two if two and (options.mesh or two.pair.objective < best.objective) else None

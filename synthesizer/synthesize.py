@@ -167,7 +167,7 @@ class Synthesizer:
                     if number == 3 and fastest(found).fits:
                         break  # the start by memory is needed only if memory is short
                     alternate(shares, f"start {number}")
-                progress("bounding the step from below")
+                progress("computing a lower bound of the step")
                 self.relaxed = bounding.result()
             self._search_from_bound(alternate)
         whole_fits = self.space.graph.least_bytes(self._states) <= self._memory.min()
@@ -346,7 +346,7 @@ class Synthesizer:
                     "every program takes longer than ten hours a step",
                     hint="check the rates in the cluster file and the size of the batch",
                 )
-            raise NoProgramError("no program exists in the restricted space")
+            raise NoProgramError("no program has the required placements")
         if outcome.labelling is None and self._allowed is None:
             self.gap = 1.0
             return self._undivided(shares)

@@ -132,16 +132,16 @@ def best_on_mesh(
             continue
         if pair.least_objective[0] and any(not c.pair.least_objective[0] for c in found):
             continue  # it lacks memory even with each machine as one device
-        progress(f"search inside the machines, {name} between them")
+        progress(f"search inside the machines, with {name} between them")
         between = Between(mesh=mesh, graph=space.graph, program=pair.program, shares=_used(pair))
         inside = InsideSynthesizer(between, cluster, optimizer_states, engine, exponent)
         try:
             best = inside.search(next(inside.starts()))
         except HapError as error:
-            progress(f"{name} between machines leads nowhere: {error.what}")
+            progress(f"{name} between machines: no program inside them ({error.what})")
             continue
         if inside.gap:
-            progress(f"a search was cut short, at most {inside.gap:.2%} above the cheapest cost")
+            progress(f"a search was cut short, at most {inside.gap:.2%} above the optimum")
         found.append(MeshCandidate(between=between, pair=best, cost=inside.cost(best)))
     return _fastest(found, beat())
 
@@ -188,7 +188,7 @@ def _between(
             pair = synthesizer.search(next(synthesizer.starts()))
         except HapError as error:
             if not isinstance(error, NoProgramError):
-                progress(f"{name} between machines is not known: {error.what}")
+                progress(f"{name} between machines: no program ({error.what})")
             continue
         exponent = synthesizer.exponent
         balanced = synthesizer.judge(pair.program, synthesizer.balance(pair))

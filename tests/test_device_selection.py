@@ -119,7 +119,7 @@ def test_a_search_far_behind_its_rival_is_brief(step_s: float, starts: int) -> N
     said: list[str] = []
     pair = synthesizer.best(said.append, lambda: (0.0, step_s))
     assert len({text.split(",")[0] for text in said if "from start" in text}) == starts
-    assert ("bounding the step from below" in said) == (starts > 1)
+    assert ("computing a lower bound of the step" in said) == (starts > 1)
     assert pair.fits and synthesizer.relaxed.bound_s <= pair.estimated_objective[1]
 
 

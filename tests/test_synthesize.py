@@ -166,8 +166,8 @@ def test_too_little_memory_names_the_devices_the_bytes_and_a_batch_that_fits() -
         planned_anew(1 << 14, 256, 10, on)
     assert "m:0 (gpu) lacks" in str(caught.value)
     assert "bytes)" in str(caught.value)
-    assert "largest global batch that would fit is" in str(caught.value)
-    rows = int(str(caught.value).split("would fit is ")[1].split()[0])
+    assert "reduce the global batch to about" in str(caught.value)
+    rows = int(str(caught.value).split("global batch to about ")[1].split()[0])
     assert "at its fullest m:0 would hold " in str(caught.value)
     assert "saved activations" in str(caught.value)
     assert 0 < rows < 1 << 14

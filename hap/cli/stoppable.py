@@ -30,10 +30,10 @@ OnStage = Callable[[str], None]
 
 STAGES: Final = {
     "capturing the model": 0.0,
-    "stating the rules": 0.48,
+    "applying the sharding rules": 0.48,
     "search from start 1": 0.5,
     "search from start 2": 0.54,
-    "bounding": 0.57,
+    "computing a lower bound": 0.57,
     "judging": 0.72,
     "searching without": 0.86,
 }

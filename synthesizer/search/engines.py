@@ -100,5 +100,5 @@ def engine_named(name: str) -> Engine:
         InputError: the name is unknown; the hint lists the known ones.
     """
     if name not in ENGINES:
-        raise InputError(f"no search engine {name!r}", hint=f"one of {', '.join(ENGINES)}")
+        raise InputError(f"no search engine {name!r}", hint=f"use one of {', '.join(ENGINES)}")
     return ENGINES[name]

@@ -246,8 +246,8 @@ class StageSearch:
 def _check(graph: Graph) -> None:
     """Raise ``HapError`` for a step that the runtime does not run in stages."""
     if any(o.role == "buffer" for o in graph.outputs):
-        raise HapError("the step updates buffers, which stages do not")
+        raise HapError("the step updates buffers, which pipelines do not support")
     if graph.whole_parameters:
-        raise HapError("the optimizer reads across parameters, of which a stage holds some")
+        raise HapError("the optimizer reads across parameters, but a stage holds only some")
     if scalars := [i.target for i in graph.role("parameter") if not graph.tensors[i.tensor].shape]:
-        raise HapError(f"{scalars[0]} is a parameter without dims, which no stage can store alone")
+        raise HapError(f"{scalars[0]} is a scalar parameter, which pipelines do not support")
