@@ -128,7 +128,7 @@ class Journal:
             before, records = kept[0], kept[1:]
             if not isinstance(before, Header) or not before.same(header):
                 raise InputError(
-                    f"{path} was measured by other ranks, or without the same --quick",
+                    f"{path} was measured by other ranks, or with another --quick",
                     hint="profile anew without --resume, or start the same ranks",
                 )
             self.records = {r.key: r for r in records if not isinstance(r, Header)}

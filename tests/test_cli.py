@@ -329,7 +329,7 @@ def test_run_for_several_machines_prints_their_lines() -> None:
 
 def test_torchrun_starts_no_rank_again_on_several_machines() -> None:
     message = refused(2, "run", "small.json", "--checkpoint", "new", "--max-restarts", "2")
-    assert "--max-restarts for a plan on 2 machines" in message and "--elastic" in message
+    assert "--max-restarts without --elastic" in message and "--elastic" in message
 
 
 PARSED = """

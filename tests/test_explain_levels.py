@@ -191,7 +191,7 @@ def test_a_device_that_is_left_out_has_the_step_with_it(tmp_path: Path) -> None:
     assert searched[1].choice == "with m:1"
     assert searched[1].step_s > searched[0].step_s == plan.prediction.step_s
     other = replace(plan, prediction=replace(plan.prediction, alternatives=()))
-    with pytest.raises(InputError, match="does not say at what gain"):
+    with pytest.raises(InputError, match="does not say what that gains"):
         alternatives(other, "m:1")
     with pytest.raises(InputError, match="no device m:7"):
         explain_left_out(plan, "m:7", SLOW)

@@ -170,7 +170,7 @@ def test_a_model_file_names_its_fixed_entries(tmp_path: Path, made: str) -> None
     model, plan = tmp_path / "net.py", tmp_path / "plan.json"
     model.write_text(FILE.replace("SIZES", made))
     hap_command("plan", model, "--cluster", CLUSTER, "-o", plan, "--all-devices")
-    assert "all 7 as on one device" in hap_command("verify", plan)
+    assert "all 7 tensors as on one device" in hap_command("verify", plan)
     data = json.loads(plan.read_text())
     found = data["recipe"]["batch"]["dict"]["sizes"]
     assert found == {"fixed": {"dtype": "int64", "numbers": [16, 16, 16, 16]}}

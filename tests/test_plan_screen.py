@@ -40,7 +40,7 @@ def test_screen_says_what_a_person_asks(shown: Callable[[RenderableType], str]) 
     assert "48 parameters (192 B), 10 operators, optimizer Adam" in text
     assert rows(text, "batch") == ["batch 8 -> 3 3 1 1"]
     assert rows(text, "0  ") == ["0 A100 new:0 37.5% 25.0% 4 MiB of 1 GiB 0% 7 ms 0 ns"]
-    assert "7 ms computing + 4 ms communicating, 1 ms of it beside" in text
+    assert "7 ms computing + 4 ms communicating, 1 ms of it overlapped" in text
     assert rows(text, "even data parallel")[0].endswith(" 1.50x")
     assert rows(text, "without") == ["without the slowest 9 ms 0.90x does not fit the memory"]
     assert rows(text, "ZeRO") == ["ZeRO - - the batch can't be split"]
@@ -88,7 +88,7 @@ def test_many_alike_ranks_share_a_line(shown: Callable[[RenderableType], str]) -
 
 def test_idle_devices_are_named_with_advice(shown: Callable[[RenderableType], str]) -> None:
     text = shown(plan_screen(small_plan((3, 3, 2, 0), idle=(3,))))
-    assert "idle, without a share: old:1; leave out of the cluster file" in text
+    assert "idle, without a share: old:1; remove them from the cluster file" in text
     assert rows(text, "3  ")[0].endswith(" idle")
     assert "idle" not in shown(plan_screen(small_plan()))
 
@@ -101,7 +101,7 @@ def test_devices_that_are_left_out_are_named_with_the_reasons(
     shown: Callable[[RenderableType], str],
 ) -> None:
     text = " ".join(shown(plan_screen(replace(small_plan(), left_out=("v:0", "v:1")))).split())
-    reason = "no faster plan that fits was found with them, or it gains less than 1 %"
+    reason = "no plan found with them is over 1 % faster"
     assert f"unused: v:* (2x); {reason}; start no processes there" in text
 
 
@@ -111,10 +111,10 @@ def test_the_step_says_how_long_the_busiest_rank_waits_and_no_rounding_errors(
     waits = tuple(replace(r, wait_s=0.001) for r in small_plan().prediction.ranks)
     screen = plan_screen(predicted(small_plan(), step_s=0.011, ranks=waits))
     text = " ".join(shown(screen).split())
-    assert "7 ms computing + 1 ms waiting + 4 ms communicating, 1 ms of it beside" in text
+    assert "7 ms computing + 1 ms waiting + 4 ms communicating, 1 ms of it overlapped" in text
     late = tuple(replace(r, wait_s=1e-10) for r in small_plan().prediction.ranks)
     text = shown(plan_screen(predicted(small_plan(), hidden_s=1e-19, ranks=late)))
-    assert "beside" not in text and rows(text, "0  ")[0].endswith(" 7 ms 0 ns")
+    assert "overlapped" not in text and rows(text, "0  ")[0].endswith(" 7 ms 0 ns")
 
 
 def test_undivided_operators_are_named(shown: Callable[[RenderableType], str]) -> None:
@@ -133,7 +133,7 @@ def test_undivided_operators_are_named(shown: Callable[[RenderableType], str]) -
         "aten.mm.default": 4, "aten.sum.default": 2,
     }  # fmt: skip
     text = shown(plan_screen(plan))
-    assert "done whole by every rank: mm.default (4x), sum.default (2x)" in text
+    assert "run in full by every rank: mm.default (4x), sum.default (2x)" in text
     assert "nothing is split: every rank does the whole step" in text
 
 
@@ -206,9 +206,9 @@ def test_the_agreement_tells_errors_above_the_tolerance() -> None:
     close = ComparisonRow(tensor="t", what="loss", error=1e-12, ok=True)
     amplified = ComparisonRow(tensor="w", what="after 3 steps", error=2e-8, ok=True)
     exact = Verdict(rows=(close,), tolerance=1e-9, first_bad=None)
-    assert agreement(exact) == "all 1 as on one device, to 1e-09"
+    assert agreement(exact) == "all 1 tensors as on one device, to 1e-09"
     more = agreement(Verdict(rows=(close, amplified), tolerance=1e-9, first_bad=None))
-    assert more.splitlines()[1].startswith("but for errors up to 2e-08")
+    assert more.splitlines()[1].startswith("except for errors up to 2e-08")
 
 
 def test_a_comparison_says_what_each_alternative_moves_and_needs(

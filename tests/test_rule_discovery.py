@@ -284,11 +284,11 @@ def test_a_model_with_an_operator_of_its_own_trains_as_on_one_device(
 
 @pytest.mark.slow
 def test_the_plan_says_where_its_rows_are_from() -> None:
-    assert "rows discovered" not in _told(
+    assert "rules discovered" not in _told(
         hap.plan(Net(), BATCH, two_machines(2), rules=RULES_OF_NET)
     )
     found = hap.plan(Net(), BATCH, two_machines(2))
-    assert "rows discovered by running" in _told(found)
+    assert "rules discovered by running" in _told(found)
     assert "fuzzed.gated.default (1x," in _told(found)
     assert {(o.op, o.origin) for o in found.unruled} == {
         ("fuzzed.gated.default", "discovered"), ("fuzzed.gated_backward.default", "discovered")
@@ -450,7 +450,7 @@ def test_a_model_file_discovers_registers_and_verifies(tmp_path: Path) -> None:
     assert "filed.doubled.default (1x," in run(*planned)
     assert "as on one device" in run("verify", plan)
     file.write_text(MODEL + 'rules = {"filed.doubled": ["ab -> ab", "P -> P"]}\n')
-    assert "rules of the model's own: filed.doubled.default" in run(*planned)
+    assert "rules of the model file: filed.doubled.default" in run(*planned)
     assert "as on one device" in run("verify", plan)
     file.write_text(MODEL + "rules = [1]\n")
     assert "must be a dict" in run(*planned, code=2)

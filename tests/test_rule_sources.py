@@ -190,11 +190,11 @@ def _told(plan: Plan) -> str:
 @pytest.mark.parametrize(
     ("middle", "origins", "says"),
     [
-        ("pointwise", {"derived"}, "rows derived from tags and schema: aten.erfinv.default (1x, "),
+        ("pointwise", {"derived"}, "rules derived from tags and schema: aten.erfinv.default (1x, "),
         ("reduction", {"derived"}, "aten.linalg_vector_norm.default (1x, "),
         ("no input", {"derived"}, "aten.logspace.default (1x, "),
         ("discovered", {"discovered"}, "aten.cummax.default (1x, "),
-        ("replicated", {"replicated"}, "run whole by every rank: sourced.coded.default (1x, "),
+        ("replicated", {"replicated"}, "run in full by every rank: sourced.coded.default (1x, "),
     ],
 )
 def test_a_model_is_planned_whatever_its_operators(

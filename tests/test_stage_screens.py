@@ -176,6 +176,6 @@ def test_in_turn_is_refused() -> None:
 def test_a_pipeline_that_is_estimated_to_be_faster_is_named() -> None:
     case = benchmark_case("vit", "tiny")
     plan = slow_pair(case, stages=False)
-    assert "--stages searches them" in pipeline_hint(plan, plan.cluster)
+    assert "--stages searches for one" in pipeline_hint(plan, plan.cluster)
     quick = replace(plan, prediction=replace(plan.prediction, step_s=1e-9))
     assert pipeline_hint(quick, plan.cluster) == ""

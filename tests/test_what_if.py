@@ -167,10 +167,10 @@ def answer(
 @pytest.mark.parametrize(
     "before, after, text",
     [
-        ("2xA100", "2xA100 2xP100", "2 P100 pay from 16 rows on, not with 8 rows"),
-        ("2xA100", "4xA100", "2 more A100 pay from 16 rows on, not with 8 rows"),
-        ("2xA100 2xP100", "2xA100", "2 P100 pay no longer from 16 rows on, but with 8 rows"),
-        ("1xA100", "4xP100", "4 P100 pay in place of 1 A100 from 16 rows on, not with 8 rows"),
+        ("2xA100", "2xA100 2xP100", "2 P100 pay off from 16 rows on, not with 8 rows"),
+        ("2xA100", "4xA100", "2 more A100 pay off from 16 rows on, not with 8 rows"),
+        ("2xA100 2xP100", "2xA100", "2 P100 no longer pay off from 16 rows on, but with 8 rows"),
+        ("1xA100", "4xP100", "4 P100 pay off instead of 1 A100 from 16 rows on, not with 8 rows"),
     ],
 )
 def test_crossovers_name_devices_and_the_turning_point(before: str, after: str, text: str) -> None:
@@ -183,7 +183,7 @@ def test_crossovers_name_devices_and_the_turning_point(before: str, after: str, 
 def test_crossovers_name_devices_of_a_kind_that_others_have() -> None:
     before = replace(answer("rows", 8, "2xcpu"), left_out=("slow-0:0", "slow-1:0"))
     (turn,) = crossovers([before, answer("rows", 16, "4xcpu")])
-    assert turn.text == "2 more cpu, slow-*:0 (2x), pay from 16 rows on, not with 8 rows"
+    assert turn.text == "2 more cpu, slow-*:0 (2x), pay off from 16 rows on, not with 8 rows"
 
 
 def test_crossovers_of_programs_and_of_memory() -> None:
@@ -223,7 +223,10 @@ def test_every_turn_of_a_sweep_is_narrowed_down() -> None:
         return answer("link", value, kinds)
 
     found = crossovers(narrowed([ask(1e9), ask(8e9)], ask, 30))
-    assert [c.text.split(" from")[0] for c in found] == ["2 P100 pay", "2 A100 pay no longer"]
+    assert [c.text.split(" from")[0] for c in found] == [
+        "2 P100 pay off",
+        "2 A100 no longer pay off",
+    ]
 
 
 def test_values_in_between_are_round() -> None:
@@ -272,7 +275,7 @@ def test_answers_are_those_of_hap_plan(folder: Path) -> None:
         (("--rows", "0"), "--rows: '0' is no number of rows"),
         (("--link", "quick"), "--link: 'quick' is not a quantity"),
         (("--memory", "much"), "--memory: 'much' is not a quantity"),
-        (("--replace", "slow"), "what by what?"),
+        (("--replace", "slow"), "--replace slow: no `=`"),
         (("--add", "2xA1000"), "no number of devices of a known type"),
         (("--without", "absent"), "there is no such node"),
     ],
@@ -336,12 +339,12 @@ def test_costs_need_prices_and_plots_a_known_format(folder: Path) -> None:
 def test_kept_plans_give_the_same_answers(folder: Path) -> None:
     command = ("--rows", "12,24", "--without", "slow", "--json", "--refine", "0")
     first = what_if(*command)
-    assert "repeated, or kept from before" in first.stderr  # 12 rows are the file's own
+    assert "are from this run or from the cache" in first.stderr  # 12 rows are the file's own
     kept = sorted((folder / "cache" / "hap" / "plans").glob("*.json"))
     assert len(kept) == 3
     again = what_if(*command)
     assert again.stdout == first.stdout
-    assert "4 of 4 plans are repeated, or kept from before" in again.stderr
+    assert "4 of 4 plans are from this run or from the cache" in again.stderr
     kept[0].write_text("{}")
     damaged = what_if(*command)
     assert damaged.stdout == first.stdout

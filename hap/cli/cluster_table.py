@@ -30,7 +30,7 @@ def cluster_table(plan: Plan) -> RenderableType:
             ("memory rate", format_bandwidth(device.memory_bytes_per_s), "memory_bytes_per_s"),
         )
         for name, value, key in figures:
-            said = "not said"
+            said = "not given"
             if name in dtypes and name not in device.flops_per_s:
                 said = f"no figure for {name}: the rate of another dtype"
             sources = dict.fromkeys(cluster.devices[r].source.get(key, said) for r in ranks)
@@ -50,4 +50,4 @@ def cluster_table(plan: Plan) -> RenderableType:
 
 def _link(link: Link) -> tuple[str, str]:
     rate = format_bandwidth(link.bandwidth_bytes_per_s)
-    return f"{rate}, {format_seconds(link.latency_s)}", link.source or "not said"
+    return f"{rate}, {format_seconds(link.latency_s)}", link.source or "not given"

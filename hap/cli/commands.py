@@ -108,7 +108,7 @@ def _command(
 @click.option("--keep", multiple=True, metavar="DEVICE", help="Do not leave out this device.")
 @click.option(
     "--allow", multiple=True, type=click.Choice([*ROUNDINGS]), metavar="ROUNDING",
-    help=f"Round gradients if that is faster; training is then not equal to one device's. "
+    help=f"Round gradients if that is faster; training then differs from that on one device. "
     f"[{'|'.join(ROUNDINGS)}]",
 )  # fmt: skip
 @click.option(
@@ -128,7 +128,7 @@ def plan(
 
     Arguments after `--` are sys.argv of the model file. The plan keeps them for verify and run.
 
-    Exit code 4: the search was stopped, and the plan is the best one until then; 5: there was none.
+    Exit code 4: the search was stopped, and the plan is the best one so far; 5: there was none.
     """
     path, arguments = model.rpartition(":")[0] or model, shlex.join(extra)
     check_output(output, path, model, cluster)
@@ -149,7 +149,7 @@ def plan(
     else:
         cli.terminal.emit(cli.plan_screen.plan_screen(made, output, compare=options["compare"]))
     if made.stopped:
-        _note(f"the search was not finished ({made.stopped}): the plan is the best one until then")
+        _note(f"the search was not finished ({made.stopped}): the plan is the best one so far")
         raise SystemExit(4)
     restricted = any(options[o] for o in ("stages", "mesh", "pins", "keep", "all_devices"))
     if not (as_json or restricted) and (
@@ -170,7 +170,7 @@ _backend = click.option(
 
 @_command
 @click.argument("plan_file", metavar="PLAN")
-@click.option("--processes", is_flag=True, help="A process per rank here, not a thread per rank.")
+@click.option("--processes", is_flag=True, help="Run each rank in a process, not in a thread.")
 @click.option(
     "--dtype",
     type=click.Choice(["float64", "float32"]),
@@ -178,7 +178,7 @@ _backend = click.option(
     show_default=True,
     help="Precision of the comparison; float64 distinguishes rounding from errors.",
 )
-@click.option("--seed", type=Seed(), default=0, help="Of parameters and data.", show_default=True)
+@click.option("--seed", type=Seed(), default=0, help="Seed of weights and data.", show_default=True)
 @_backend
 @click.option(
     "--device",
@@ -202,11 +202,11 @@ def verify(
     if not verdict.ok:
         raise VerifyError(
             f"{verdict.first_bad} is the first tensor that differs from one device's",
-            hint="hap show tells what makes it; please report this with the plan file",
+            hint="hap show lists what computes it; please report this with the plan file",
         )
     click.echo(cli.verdict_screen.agreement(verdict))
     if made.recipe.gradients and dtype == "float64":
-        click.echo(f"compared without the rounding of {made.recipe.gradients}, which a run does")
+        click.echo(f"compared without the rounding of gradients ({made.recipe.gradients}) of a run")
 
 
 @_command
@@ -215,7 +215,7 @@ def verify(
 @click.option("--nproc", type=click.IntRange(min=1), help="Run this many ranks on this machine.")
 @click.option(
     "--steps", type=click.IntRange(min=1), default=10, show_default=True,
-    help="Steps in all, counted from the start of training, also by a run that resumes.",
+    help="Total number of steps, including those before a resume.",
 )  # fmt: skip
 @_backend
 @click.option("--checkpoint", metavar="DIR", help="Save checkpoints into this folder.")
@@ -225,17 +225,17 @@ def verify(
 )  # fmt: skip
 @click.option(
     "--keep", type=click.IntRange(min=1), default=3, show_default=True,
-    help="Number of checkpoints that stay, the newest.",
+    help="Number of newest checkpoints to keep.",
 )  # fmt: skip
 @click.option(
     "--resume", default="no", show_default=True, metavar="[auto|auto:DIR|no|DIR/step-N]",
-    help="auto: continue from the newest complete checkpoint, if there is one. auto:DIR: from that of DIR, "
-    "unless the own folder has a later one. DIR/step-N: from this one.",
+    help="auto: continue from the newest complete checkpoint, if there is one. auto:DIR: from the newest in DIR, "
+    "unless the folder of --checkpoint has a later one. DIR/step-N: from this one.",
 )  # fmt: skip
 @click.option(
     "--max-restarts", type=click.IntRange(min=0), default=0, show_default=True,
-    help="Start all ranks again at most this often after a failure, from the newest checkpoint; on several "
-    "machines with --elastic.",
+    help="After a failure, start all ranks again from the newest checkpoint, at most this often; on several "
+    "machines only with --elastic.",
 )  # fmt: skip
 @click.option(
     "--elastic", is_flag=True, help="Print torchrun lines for a run that survives failed machines."
@@ -263,7 +263,7 @@ def run(
     if (max_restarts or elastic or adapt) and job.checkpoints is None:
         raise InputError(
             "--max-restarts, --elastic and --adapt without --checkpoint",
-            hint="give --checkpoint DIR: what is started again resumes from there",
+            hint="give --checkpoint DIR: ranks that are started again resume from there",
         )
     if elastic and job.checkpoints and not job.checkpoints.goes_on:
         raise InputError("--elastic without --resume auto", hint="give --resume auto as well")
@@ -276,8 +276,8 @@ def run(
     if nproc is None and (elastic or len(made.cluster.nodes) > 1):
         if max_restarts and not elastic:
             raise InputError(
-                f"--max-restarts for a plan on {len(made.cluster.nodes)} machines, whose ranks torchrun starts",
-                hint="add --elastic, whose processes start lost ranks again",
+                f"--max-restarts without --elastic for a plan on {len(made.cluster.nodes)} machines",
+                hint="add --elastic: torchrun then starts lost ranks again",
             )
         click.echo(cli.worker.machine_lines(made, job))
         return
@@ -320,7 +320,7 @@ def import_(weights: str, to: str) -> None:
 @click.option(
     "--testbed", metavar="CLUSTER", help="Emulate this cluster, and measure the emulation."
 )
-@click.option("--nodes", metavar="A,A,B,..", help="The machine of each rank, if not by host name.")
+@click.option("--nodes", metavar="A,A,B,..", help="Machine of each rank.  [default: its host name]")
 @click.option("--quick", is_flag=True, help="Fewer operators, sizes and repeats.")
 @click.option("--resume", is_flag=True, help="Continue from the stored samples.")
 def profile(
@@ -333,7 +333,9 @@ def profile(
     emulated hosts.
     """
     if testbed and (nproc or nodes):
-        raise InputError("--testbed has its file's ranks", hint="leave out --nproc and --nodes")
+        raise InputError(
+            "--testbed takes the ranks from its cluster file", hint="leave out --nproc and --nodes"
+        )
     check_output(output, testbed)
     names = tuple(nodes.split(",")) if nodes else ()
     made = cli.profiling.Settings(output=output, nodes=names, quick=quick, resume=resume)
@@ -399,7 +401,7 @@ def list_rules() -> None:
 @click.argument("op")
 @click.option("--model", help="Take the calls of this model file.")
 def show_rule(op: str, model: str | None) -> None:
-    """Show the rows of OP, aten.mm.default for example, on small sizes."""
+    """Show the rows (sharding strategies) of OP, such as aten.mm.default, on small sizes."""
     click.echo(cli.rules_screen.rows_text(op, model))
 
 
@@ -407,7 +409,7 @@ def show_rule(op: str, model: str | None) -> None:
 @click.argument("op")
 @click.option("--model", help="Take the calls of this model file; it may define OP itself.")
 def discover_rule(op: str, model: str | None) -> None:
-    """Find the rows of OP by running it on split inputs.
+    """Find the rows (sharding strategies) of OP by running it on split inputs.
 
     Each input is replicated, cut along each dim, or a sum of terms. A row is kept if it gave the
     whole result for all tried sizes, values and cuts.

@@ -139,10 +139,10 @@ def _devices(before: Answer, after: Answer) -> str:
     more = _shown(new - old, old, before.left_out, after.left_out)
     fewer = _shown(old - new, new, after.left_out, before.left_out)
     if more and not fewer:
-        return f"{more} pay from {after.change} on, not with {before.change}"
+        return f"{more} pay off from {after.change} on, not with {before.change}"
     if fewer and not more:
-        return f"{fewer} pay no longer from {after.change} on, but with {before.change}"
-    return f"{more} pay in place of {fewer} from {after.change} on, not with {before.change}"
+        return f"{fewer} no longer pay off from {after.change} on, but with {before.change}"
+    return f"{more} pay off instead of {fewer} from {after.change} on, not with {before.change}"
 
 
 def _counts(used: Sequence[str]) -> Counter[str]:

@@ -30,7 +30,7 @@ from hap.synthesizer.pins import tensor_named
 from hap.units import format_bytes, format_seconds
 
 _MOST_CHANGES = 3
-ALONE = "No alternative: no other placement, or even shares and shares by speed are the plan's."
+ALONE = "No alternative: no other placement, or the plan has the even shares and those by speed."
 
 
 def alternatives(plan: Plan, what: str, cluster: Cluster | None = None) -> list[ForcedChoice]:
@@ -60,7 +60,7 @@ def alternatives(plan: Plan, what: str, cluster: Cluster | None = None) -> list[
             hint="hap plan --all-devices plans for all devices",
         )
     if used:
-        raise InputError(f"the plan has no devices beside {what}", hint="name some of them")
+        raise InputError(f"all devices of the plan are {what}", hint="name one of them")
     if what in axes_of(plan):
         axis_rows = explain_mesh_axis if plan.inside else explain_axis
         return (explain_staged_axis if plan.stages else axis_rows)(plan, what)
@@ -95,7 +95,7 @@ def _left_out(plan: Plan, what: str) -> list[ForcedChoice]:
     rows = known_left_out(plan)
     if len(rows) == 1:
         raise InputError(
-            f"the plan leaves {what} out, and its file does not say at what gain",
+            f"the plan leaves {what} out, and its file does not say what that gains",
             hint=f"hap explain PLAN {what} --cluster FILE searches with it",
         )
     return rows
@@ -126,7 +126,7 @@ def explain_screen(what: str, rows: Sequence[ForcedChoice]) -> RenderableType:
         lines.append((row.level, row.choice, format_seconds(row.step_s), ratio, count,
                       lacks, _changes(row.changes)))  # fmt: skip
     head = ("where", what, "step", "relative", "collectives", "memory",
-            "parameters stored elsewhere")  # fmt: skip
+            "parameters stored otherwise")  # fmt: skip
     made = (
         table(head, no_repeats(lines), right=(2, 3, 4)) if any(row.level for row in rows)
         else table(head[1:], [line[1:] for line in lines], right=(1, 2, 3))

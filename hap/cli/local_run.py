@@ -83,7 +83,7 @@ def _again(
         plans = PartPlans(job.path, Path(folder) / "plans")
         with started_as(job.argv(plans.whole)):
             job = replace(job, path=str(plans.file(names)))
-        text += f"it was so twice, so going on without it, by {job.path}"
+        text += f"this is the second time, so going on without it, by {job.path}"
         names = tuple(device.name for device in Plan.load(job.path).cluster.devices)
     else:
         text += "starting all ranks again"

@@ -33,5 +33,5 @@ def pipeline_hint(plan: Plan, cluster: Cluster) -> str:
         return ""
     return (
         f"a pipeline of stages is estimated to take {format_seconds(estimate_s)}; "
-        "--stages searches them"
+        "--stages searches for one"
     )

@@ -34,16 +34,16 @@ from hap.units import format_bytes, format_seconds
 _COLLECTIVES = 8
 _OPERATORS = 10
 
-NO_GAIN = "no faster plan that fits was found with them, or it gains less than 1 %"
+NO_GAIN = "no plan found with them is over 1 % faster"
 """The reason why a plan leaves devices out, for people."""
 
 _LITTLE = 1e-9
 """Fraction of the step below which seconds are rounding errors."""
 
 _ORIGINS = {
-    "derived": "rows derived from tags and schema",
-    "discovered": "rows discovered by running, hap rules discover shows them",
-    "replicated": "without a rule, run whole by every rank",
+    "derived": "rules derived from tags and schema",
+    "discovered": "rules discovered by running, hap rules discover shows them",
+    "replicated": "without a rule, run in full by every rank",
 }
 
 
@@ -101,14 +101,14 @@ def _model(plan: Plan) -> RenderableType:
         names = [f"{op.removeprefix('aten.')} ({n}x)" for op, n in undivided[:_OPERATORS]]
         rest = sum(n for _, n in undivided[_OPERATORS:])
         more = f", and {rest} others" if rest else ""
-        text.append(f"\ndone whole by every rank: {', '.join(names)}{more}")
+        text.append(f"\nrun in full by every rank: {', '.join(names)}{more}")
     own = [op for op, lines in plan.graph.rules.items() if not rule_origin(lines) and "(" not in op]
     if own:
-        text.append(f"\nrules of the model's own: {', '.join(own)}")
+        text.append(f"\nrules of the model file: {', '.join(own)}")
     if plan.recipe.gradients:
         dtype = ROUNDINGS[plan.recipe.gradients].dtype
         text.append(
-            f"\ngradients are rounded to {dtype}: training is not equal to one device's",
+            f"\ngradients are rounded to {dtype}: training differs from that on one device",
             style="yellow",
         )
     for came, says in _ORIGINS.items():
@@ -186,11 +186,11 @@ def _inside_stages(stages: PipelineStages) -> Iterator[RenderableType]:
 
 def _extras(stage: Stage) -> str:
     """Return what a stage does beside its turns, for people."""
-    found = ["runs its forwards again"] if stage.recompute else []
+    found = ["recomputes its forward"] if stage.recompute else []
     if stage.delay:
         s = "" if stage.delay == 2 else "es"
         later = f", {stage.delay - 1} microbatch{s} later" if stage.delay > 1 else ""
-        found.append(f"gradients of weights in turns of their own{later}")
+        found.append(f"computes gradients of weights separately{later}")
     return "; ".join(found)
 
 
@@ -249,7 +249,7 @@ def _devices(plan: Plan) -> RenderableType:
         body.append(Text(f"unused: {names}; {advice}", style="yellow"))
     if plan.idle:
         names = ", ".join(plan.cluster.devices[r].name for r in plan.idle)
-        advice = "leave out of the cluster file what does not help, and plan anew"
+        advice = "remove them from the cluster file, and plan anew"
         body.append(Text(f"idle, without a share: {names}; {advice}", style="yellow"))
     return Group(*body)
 
@@ -271,12 +271,12 @@ def _bounds(plan: Plan) -> Iterator[Text]:
     p = plan.prediction
     if plan.stopped:
         yield Text(
-            f"the search was not finished ({plan.stopped}): this is the best plan until then, "
+            f"the search was not finished ({plan.stopped}): this is the best plan so far, "
             "without baselines and lower bounds",
             style="yellow",
         )
     if plan.inside:
-        yield Text("lower bound: none is worked out for two mesh axes")
+        yield Text("lower bound: none is computed for two mesh axes")
     for b in p.bounds:
         yield Text(
             f"predicted step {format_seconds(p.step_s)}, lower bound {format_seconds(b.step_s)} "
@@ -330,7 +330,7 @@ def _split(plan: Plan) -> str:
     )
     text = f"{computing} computing{waiting} + {moving} communicating"
     hidden = p.hidden_s > _LITTLE * p.step_s
-    return f"{text}, {format_seconds(p.hidden_s)} of it beside" if hidden else text
+    return f"{text}, {format_seconds(p.hidden_s)} of it overlapped" if hidden else text
 
 
 def _communication(plan: Plan) -> RenderableType:

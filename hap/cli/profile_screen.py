@@ -19,11 +19,11 @@ def profile_screen(profile: Profile, path: str) -> RenderableType:
     """Return the screen of a measured cluster in the file ``path``."""
     sections = (
         ("Devices", _devices(profile)),
-        ("Work that is slower than its traffic, or than products", _efficiencies(profile)),
-        ("Links, by messages", _links(profile)),
+        ("Rates of other work, relative to products or memory traffic", _efficiencies(profile)),
+        ("Links, measured by messages", _links(profile)),
         ("Collectives", _collectives(profile.exchanges)),
         ("Collectives among some ranks, while the others idle", _among_some(profile.among)),
-        ("Operators worst explained", _worst(profile)),
+        ("Operators with the largest errors of the fit", _worst(profile)),
         ("Next", Text(f"hap plan model.py --cluster {path}")),
     )
     parts: list[RenderableType] = []
@@ -104,7 +104,7 @@ def _among_some(residuals: Sequence[LinkResidual]) -> RenderableType:
             (spans(groups[0]), str(len(errors)), f"{median(errors):.0%}", f"{max(errors):.0%}")
         )
     head = ("ranks", "samples", "fit off by", "worst")
-    return table(head, rows, right=range(1, 4)) if rows else Text("none: no ranks are slower")
+    return table(head, rows, right=range(1, 4)) if rows else Text("none: all ranks are equally fast")
 
 
 def _worst(profile: Profile) -> RenderableType:

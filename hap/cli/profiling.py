@@ -358,7 +358,7 @@ def conclude(settings: Settings) -> Profile:
     """
     header, *records = list(read(settings.samples))
     if not isinstance(header, Header):
-        raise InputError("the samples do not say who measured", where=str(settings.samples))
+        raise InputError("the samples lack a header with the ranks", where=str(settings.samples))
     found = fit(
         header, [r for r in records if not isinstance(r, Header)], Path(settings.output).stem
     )
@@ -366,7 +366,7 @@ def conclude(settings: Settings) -> Profile:
     comment = f"Measured by `hap profile` on {header.date}, {len(records)} samples ({depth})."
     text = cluster_yaml(found.cluster, comment)
     if load_cluster(text).types() != found.cluster.types():
-        raise HapError("what was measured does not load as it was meant", where=settings.output)
+        raise HapError("the cluster file does not load as it was measured", where=settings.output)
     write_whole(settings.output, [text])
     return replace(found, cluster=load_cluster(settings.output))
 

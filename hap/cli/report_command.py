@@ -33,7 +33,7 @@ def check_log(path: str, plan_file: str) -> None:
 
 @click.argument("plan_file", metavar="PLAN")
 @click.option("-o", "--output", default="plan.html", show_default=True, help="The page.")
-@click.option("--log", "log_file", help="Lay this run, a file of `hap run --log`, beside the plan.")
+@click.option("--log", "log_file", help="Compare this run, a file of `hap run --log`, with PLAN.")
 @click.option(
     "--tensorboard", metavar="DIR", help="Also write that run for `tensorboard --logdir DIR`."
 )

@@ -62,7 +62,7 @@ def _calls(op: str, model: str | None) -> list[Call]:
         own = [o for o in dict.fromkeys(n.op for n in graph.nodes) if o not in RULES]
         raise InputError(
             f"the step of {model} has no operator {op}",
-            hint=f"without a rule are {', '.join(own)}" if own else "all that it has have rules",
+            hint=f"without a rule are {', '.join(own)}" if own else "all its operators have rules",
         )
     return calls
 

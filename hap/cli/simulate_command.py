@@ -19,7 +19,7 @@ from hap.files import check_output
 )  # fmt: skip
 @click.option(
     "--cudagraphs", is_flag=True,
-    help="As ranks with the backend cudagraphs run: no device waits for its host.",
+    help="Simulate the backend cudagraphs, with which no device waits for its host.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the screen.")
 def simulate(

@@ -200,7 +200,7 @@ def _memory(made: Simulation) -> RenderableType:
         (f"{format_bytes(u.peak_bytes)} of {format_bytes(u.memory_bytes)}", shown_time(u.peak_s), u.peak_at)
         for u in rank_uses(made)
     ]  # fmt: skip
-    head = ("rank", "device", "peak", "at", "when it makes the result of")
+    head = ("rank", "device", "peak", "at", "while it computes")
     return table(head, _by_rank(made.plan, rows), right=(2, 3))
 
 

@@ -68,7 +68,7 @@ def stoppable(limit_s: float | None) -> Iterator[None]:
         if number == signal.SIGALRM:
             assert limit_s is not None
             raise PlanningStopped(f"time limit of {format_seconds(limit_s)}")
-        print("stopping with the best plan so far; Ctrl-C again ends it", file=sys.stderr)
+        print("stopping with the best plan so far; Ctrl-C again discards it", file=sys.stderr)
         raise PlanningStopped("Ctrl-C")
 
     def again(lost: sys.UnraisableHookArgs) -> None:

@@ -65,7 +65,7 @@ def what_if(
     if file.fixed and changes.rows:
         raise InputError(
             f"--rows: `fixed` of {spec} names entries whose numbers belong to its batch",
-            hint="write another batch() and plan that",
+            hint="leave out --rows, or write another batch() and plan that",
         )
     swept = sweeps(cluster, changes)
     asked = [[*map(sweep.ask, sweep.values)] for sweep in swept]

@@ -136,7 +136,7 @@ def _memory(text: str) -> tuple[str, float]:
     name, _, size = text.rpartition("=")
     nbytes = _quantity(size.strip(), "bytes", "--memory")
     if not 1 <= nbytes < math.inf:
-        raise InputError(f"--memory {text}: that is no memory", hint="write 32 GiB")
+        raise InputError(f"--memory {text}: give a byte or more", hint="write 32 GiB")
     return name.strip(), nbytes
 
 
@@ -221,7 +221,7 @@ def swapped(cluster: Cluster, text: str) -> Cluster:
     """The cluster with a new node in place of a node, a device or a kind: ``old=2xA100-40``."""
     name, equals, devices = text.partition("=")
     if not equals:
-        raise InputError(f"--replace {text}: what by what?", hint="write --replace old=2xA100-40")
+        raise InputError(f"--replace {text}: no `=`", hint="write --replace old=2xA100-40")
     gone = named(cluster, name, "--replace")
     whole = added(cluster, devices, "--replace")
     return whole.keep([rank for rank in range(whole.world_size) if rank not in gone])

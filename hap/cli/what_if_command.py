@@ -29,10 +29,10 @@ from hap.launchers import started_as
 )  # fmt: skip
 @click.option(
     "--refine", type=click.IntRange(min=0), default=4, show_default=True, metavar="N",
-    help="Most plans that narrow down each crossover at which the devices or the fit change.",
+    help="Most plans to locate each crossover, where the devices in use or the fit change.",
 )  # fmt: skip
 @click.option(
-    "--cache/--no-cache", default=True, help="Keep plans, and use kept ones.  [default: on]"
+    "--cache/--no-cache", default=True, help="Cache plans, and use cached ones.  [default: on]"
 )
 @click.option("--all-devices", is_flag=True, help="Leave out no device that slows the step down.")
 @click.option("--allow-idle", is_flag=True, help="Accept a batch with fewer rows than devices.")
@@ -74,7 +74,7 @@ def what_if(
             answers = cli.what_if.what_if(model, cluster, changes, asking, progress)
     if kept and kept.found:
         _told(
-            f"{kept.found} of {len(answers)} plans are repeated, or kept from before, in {kept.folder}"
+            f"{kept.found} of {len(answers)} plans are from this run or from the cache, {kept.folder}"
         )
     if plot is not None:
         cli.what_if_plot.draw(answers, plot)

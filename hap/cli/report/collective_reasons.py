@@ -46,7 +46,7 @@ def collective_rows(plan: Plan) -> list[CollectiveRow]:
         waiting = groups[c.tensor, c.fused]
         alike = [group for group in waiting if _kind(graph, group[0]) == c.kind]
         fused: tuple[str, ...] = ()
-        reason = "the plan's program, changed since its prediction, lacks it"
+        reason = "the plan's program lacks it: it was changed after the prediction"
         if alike:
             group = alike[0]
             waiting.remove(group)
@@ -61,7 +61,7 @@ def _transfer_rows(plan: Plan) -> list[CollectiveRow]:
     rows = []
     for c in plan.prediction.collectives:
         transfer = transfers.get((c.tensor, c.kind))
-        reason = "the plan's program, changed since its prediction, lacks it"
+        reason = "the plan's program lacks it: it was changed after the prediction"
         if transfer:
             often = "once per step" if transfer.once else "for each microbatch"
             reason = f"stage {transfer.src} makes it and stage {transfer.dst} reads it, {often}"
@@ -96,7 +96,7 @@ def _reason(plan: Plan, step: Instruction, readers: dict[Value, Instruction]) ->
     graph = plan.whole[0]
     if isinstance(step, Compute):
         what = tensor_label(plan, graph.by_name[step.node].inputs[0])
-        return f"{what} joins the machines' shares, as the program between machines has it"
+        return f"{what}: the program between machines combines the machines' shares"
     return (
         f"{_source(plan, step.tensor)} {placed(step.src)}; "
         f"{_reader(plan, Value(step.tensor, step.dst), readers)} {_needs(step.dst)}"

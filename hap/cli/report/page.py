@@ -46,7 +46,7 @@ def page_of_plan(plan: Plan, plan_file: str, log_file: str | None = None) -> str
     """
     if len(plan.prediction.ranks) != plan.world_size:
         raise PlanError(
-            f"the plan predicts {len(plan.prediction.ranks)} of {plan.world_size} ranks",
+            f"the plan has predictions for {len(plan.prediction.ranks)} of {plan.world_size} ranks",
             where=plan_file, hint="plan anew",
         )  # fmt: skip
     steps = read_log(log_file) if log_file is not None else None
