@@ -27,7 +27,7 @@ def entry(plan: Plan, rank: int, name: str, given: Tensor, tensor: str) -> Tenso
     if given.requires_grad and torch.is_grad_enabled():
         raise PlanError(
             f"{label(name)} requires grad, but the plan computes gradients of parameters only",
-            hint="make what computes it a part of the model, or pass x.detach()",
+            hint="compute it inside the model, or pass x.detach()",
         )
     planned = plan.graph.tensors[tensor].dtype
     if planned == "bool" and given.dtype != torch.bool:  # no operator takes one for the other

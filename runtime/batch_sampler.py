@@ -70,9 +70,9 @@ class RankBatchSampler(Sampler[list[int]]):
         """
         if state["length"] != self._length:
             raise InputError(
-                f"the saved position is in {state['length']} samples, this dataset has "
+                f"the saved position is in a dataset of {state['length']} samples, this dataset has "
                 f"{self._length}",
-                hint="continue with the dataset of the saved run, or begin an epoch of this one",
+                hint="continue with the dataset of the saved run, or start a new epoch",
             )
         self._seed, self._shuffle = state["seed"], state["shuffle"]
         self._epoch, self._offset = state["epoch"], state["offset"]

@@ -53,7 +53,7 @@ def check_backend(backend: str, device: torch.device) -> None:
         InputError: the backend is unknown, or a tool that it needs is not installed.
     """
     if backend not in BACKENDS:
-        raise InputError(f"backend {backend!r}", hint=f"one of {', '.join(BACKENDS)}")
+        raise InputError(f"unknown backend {backend!r}", hint=f"use one of {', '.join(BACKENDS)}")
     if compiles(backend) and (lack := torch_private.inductor_lacks(device)):
         raise InputError(
             f"backend {backend!r} cannot compile for {device.type}: {lack[0]}",

@@ -177,7 +177,7 @@ class Replay:
         if torch_private.in_backward():
             if state not in self._by_state:
                 raise UnlikeDrawsError(
-                    "a checkpoint of the module draws new numbers in the backward"
+                    "activation checkpointing of the module draws new numbers in the backward"
                 )
             return self._by_state[state].wholes[0]
         if self._next == len(self.steps[self._step]):

@@ -76,8 +76,8 @@ class HapModule(ModulePart):
             )
         if not comm.agree(str(seed)):
             raise PlanError(
-                f"the ranks have different seeds, rank {comm.rank} {seed}, so that replicas would draw different masks",
-                hint="give hap.compile the same seed on all ranks: shards draw different numbers by it",
+                f"the ranks have different seeds, rank {comm.rank} has {seed}: replicas would draw different masks",
+                hint="give hap.compile the same seed on all ranks: shards still draw different numbers",
             )
         check_names(model)
         self._plan, self._comm, self._device, self._digest = plan, comm, device, digest
@@ -176,8 +176,8 @@ class HapModule(ModulePart):
         """
         if mode and not self._planned_in_training:
             raise PlanError(
-                "the model was in eval() when it was planned, so that the plan has no dropout and keeps its "
-                "running statistics",
+                "the model was in eval() when it was planned, so that the plan has no dropout and does not "
+                "update running statistics",
                 hint="call model.train() before hap.plan; models of from_pretrained are in eval()",
             )
         return super().train(mode)

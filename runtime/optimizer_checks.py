@@ -72,7 +72,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[An
     if _needs_whole(optimizer, cut, closures=closures):
         name = type(optimizer).__name__
         raise PlanError(
-            f"{name} reads whole parameters, and the plan cuts them into shards, for {_planned[cut[0]]}",
+            f"{name} reads whole parameters, but the plan for {_planned[cut[0]]} cuts them into shards",
             hint="give hap.plan the function that makes it: optimizer=lambda params: ...",
         )
     _checked[optimizer] = len(optimizer.param_groups)
@@ -90,7 +90,7 @@ def _has_gradients(optimizer: Optimizer, originals: list[nn.Parameter]) -> bool:
     if any(shard is not None and shard.grad is not None for shard in shards):
         raise PlanError(
             f"{type(optimizer).__name__} has the parameters of the model that was given to hap.compile, "
-            "which get no gradients: they are those of its shards",
+            "which get no gradients: the shards of the new module get them",
             hint="make the optimizer after hap.compile, from the parameters of the module that it returns",
         )
     return False
@@ -129,7 +129,7 @@ def _needs_whole(optimizer: Optimizer, cut: list[nn.Parameter], *, closures: boo
         raise PlanError(error.what, hint=error.hint) from None
     except HapError as error:
         warnings.warn(
-            f"{type(optimizer).__name__} was not examined ({error.what}). It must update each element by itself: "
+            f"{type(optimizer).__name__} was not examined ({error.what}). It must update each element alone: "
             "the plan cuts parameters into shards",
             stacklevel=2,
         )

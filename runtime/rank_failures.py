@@ -44,9 +44,9 @@ def failure(
             return RankError(text, n, exit_code)
     hung = [n for n in late if n not in died]
     if hung and (died or raised):
-        others = f", as do the ranks {', '.join(map(str, hung[1:]))}" if hung[1:] else ""
-        what = f"hangs: it says nothing while other ranks wait for it{others}"
-        hint = "see its output above; ranks that issue different collectives wait for ever, too"
+        others = f"; the ranks {', '.join(map(str, hung[1:]))} hang, too" if hung[1:] else ""
+        what = f"hangs: it reports nothing while other ranks wait for it{others}"
+        hint = "see its output above; ranks that issue different collectives also wait for ever"
         return RankDiedError(what, hung[0], hint)
     for n, (text, exit_code) in raised.items():
         return RankError(text, n, exit_code)

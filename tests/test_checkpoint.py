@@ -533,7 +533,7 @@ def test_the_order_of_data_goes_on_under_any_plan() -> None:
             sampler.set_epoch(epoch)
         again += read(second)
     assert again == whole[per_epoch + 3 :]
-    with pytest.raises(InputError, match="in 100 samples, this dataset has 99"):
+    with pytest.raises(InputError, match="of 100 samples, this dataset has 99"):
         RankBatchSampler(random_plan(net(), 1, 0), 99, 0).load_state_dict(state)
 
 

@@ -89,7 +89,7 @@ def test_results_reports_and_pids_come_back_in_rank_order() -> None:
         ({0: LOST, 2: -9}, {1: ("ValueError", 1)}, [0, 2], "rank 2: killed by SIGKILL"),
         ({}, {0: ("gloo", LOST), 1: ("ValueError", 1)}, [], "rank 1: ValueError"),
         ({}, {0: ("Timed out", LOST)}, [1], "rank 1: hangs"),
-        ({0: LOST}, {}, [0, 1, 2], "rank 1: hangs: .*, as do the ranks 2"),
+        ({0: LOST}, {}, [0, 1, 2], "rank 1: hangs: .*; the ranks 2 hang"),
         ({0: LOST}, {}, [0], "rank 0: exited with code 75"),
         ({}, {0: ("Timed out", LOST)}, [], "rank 0: Timed out"),
         ({}, {}, [1], "no result from rank 1"),

@@ -351,7 +351,7 @@ def test_ranks_with_different_seeds_are_refused() -> None:
     plan = split_batch(case, 2)
 
     def run(comm: Comm) -> None:
-        with pytest.raises(PlanError, match=f"different seeds, rank {comm.rank} {7 + comm.rank}"):
+        with pytest.raises(PlanError, match=f"seeds, rank {comm.rank} has {7 + comm.rank}"):
             HapModule(plan, case.model, comm, CPU, seed=7 + comm.rank)
 
     run_ranks(2, run)

@@ -233,6 +233,6 @@ def _check_module(model: nn.Module) -> None:
     several = dist.is_initialized() and dist.get_world_size() > 1
     if several and not isinstance(model, HapModule):
         raise InputError(
-            "this module is not of a plan, and there are several ranks",
+            "this module is not one of hap.compile, and there are several ranks",
             hint="save the module that hap.compile returned, or on one process alone",
         )

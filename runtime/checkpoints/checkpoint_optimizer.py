@@ -119,7 +119,7 @@ def blank(
             raise InputError(
                 f"the checkpoint's optimizer lacks {absent[0]}"
                 if absent
-                else f"no parameter group of the checkpoint is that of {own[0]}",
+                else f"no parameter group of the checkpoint matches that of {own[0]}",
                 hint="make the optimizer with the parameter groups of the saved run, or load the "
                 "weights alone: pass None as the optimizer",
             )

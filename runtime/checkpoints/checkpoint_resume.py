@@ -89,7 +89,7 @@ class Checkpoints:
         """Write a temporary file in the folder, or in the one that it would be made in."""
         folder = Path(self.folder)
         if folder.is_symlink() and not folder.exists():
-            raise CheckpointError("this link leads nowhere", where=self.folder, hint="remove it")
+            raise CheckpointError("this link is broken", where=self.folder, hint="remove it")
         try:
             there = next(place for place in (folder, *folder.parents) if place.exists())
             with tempfile.TemporaryFile(dir=there):
@@ -152,7 +152,7 @@ class Checkpoints:
         path, step, rows = found["path"], found["step"], found["rows"]
         if rows not in (0, run.batch_size):
             raise CheckpointError(
-                f"it was trained with batches of {rows} rows, this plan has {run.batch_size}",
+                f"the checkpoint was trained with batches of {rows} rows, this plan has {run.batch_size}",
                 where=path,
                 hint="plan for the same global batch; to change it, start from the weights alone, "
                 "with hap export and hap import",

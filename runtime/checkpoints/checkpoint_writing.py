@@ -114,8 +114,8 @@ class Writing:
                 if told[0][1].get(name) != digests.get(name):
                     raise InputError(
                         f"{name} of rank {rank} differs from that of rank 0, which alone would be saved",
-                        hint="save parts of parameters, such as averages of weights, in another module of the plan; "
-                        "hap.save has the random generators of each rank",
+                        hint="keep a rank's parts of parameters, such as averages of weights, in another module of the "
+                        "plan, and save that; hap.save already saves the random generators of each rank",
                     )
         return result  # type: ignore[return-value]
 

@@ -233,7 +233,7 @@ class _Watch:
             try:
                 self._save()
             except Exception as error:  # the run ends in any case, and says what it ends by
-                text = f"what the ranks that are left hold was not saved: {error}"
+                text = f"the state of the remaining ranks was not saved: {error}"
                 print(text, file=sys.stderr, flush=True)
 
     def _save(self) -> None:

@@ -122,7 +122,7 @@ def meet(cluster: Cluster) -> Meeting:
     twice = next((name for name in here if here.count(name) > 1), None)
     if twice is not None:
         raise InputError(
-            f"two processes are the device {twice}",
+            f"two processes have the device {twice}",
             hint=f"give each machine a name of its own in {NODE}",
         )
     names = tuple(d.name for d in cluster.devices if d.name in here)

@@ -159,8 +159,8 @@ def receive_stream(device: torch.device) -> torch.cuda.Stream | None:
         return None
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise InputError(
-            "CUDA_DEVICE_MAX_CONNECTIONS is 1: messages between stages would wait behind computing that waits "
-            "for them",
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1: messages between stages would queue behind kernels that wait for "
+            "them",
             hint="unset it, or set it to 8 or more",
         )
     return torch.cuda.Stream(device)

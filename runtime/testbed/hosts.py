@@ -113,7 +113,7 @@ class Testbed(Where):
             HapError: Links shall be limited, but this machine cannot do so.
         """
         if self._name:
-            raise InputError("this testbed is up already", hint="make another")
+            raise InputError("this testbed is up already", hint="make another Testbed")
         with contextlib.ExitStack() as stack:
             stack.enter_context(_orderly_end())
             clean()

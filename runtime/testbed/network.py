@@ -149,7 +149,10 @@ def network(cluster: Cluster) -> Iterator[HostNetwork]:
         hint = 'links="unlimited" (--links unlimited) emulates speeds alone'
         raise HapError(f"links cannot be limited here: {why_not}", hint=hint)
     if cluster.world_size > _MOST_RANKS:
-        raise InputError(f"{cluster.world_size} ranks on one machine", hint="take fewer")
+        raise InputError(
+            f"{cluster.world_size} ranks on one machine, and {_MOST_RANKS} are possible",
+            hint="use a cluster file with fewer devices",
+        )
     made = HostNetwork(f"{_PREFIX}-{new_name()}", cluster)
     spaces = [made.namespace(None), *map(made.namespace, range(cluster.world_size))]
     try:

@@ -55,7 +55,7 @@ def choose_scale(cluster: Cluster, cores: float | None, one_core_flops_per_s: fl
     cores = available if cores is None else cores
     if not 0 < cores <= available:
         what = f"{cores:g} cores asked for, and this process may use {available}"
-        raise InputError(what, hint="only the ratio of speeds matters: give at most those")
+        raise InputError(what, hint="give fewer cores: only the ratio of speeds matters")
     needed = [rank.flops_per_s["float32"] / one_core_flops_per_s for rank in cluster.devices]
     return min(1.0, cores / sum(needed), 1 / max(needed))
 
