@@ -146,7 +146,7 @@ class Trace:
             self.chosen[source_of(self.node), made.size] = None
         known = self._masks_by_key[key]
         if symbol is not None and self.masks.setdefault(symbol, known) is not known:
-            raise Refused("two masks are to choose equally many rows")
+            raise Refused("two masks must choose the same number of rows")
         choice = Choice(known, whole, shape)
         if len(shape) == 2:
             self.tables[known] = choice

@@ -50,7 +50,7 @@ def entrywise(trace: Trace) -> None:
         pairs = zip(reversed(trace.dims(given)), reversed(dims), strict=False)
         for dim, of_result in pairs:
             if isinstance(of_result, Mask) and dim is not of_result and dim != 1:
-                raise Refused("other rows are at the same places")
+                raise Refused("it combines these rows with other rows")
     if name in SMOOTH:
         return
     written = node.args[0] if writes(node) else None

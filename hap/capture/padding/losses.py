@@ -34,9 +34,9 @@ def loss_of_entries(trace: Trace) -> None:
         dims = [*[1] * (len(own) - len(dims)), *dims]
         for k, dim in enumerate(own, len(dims) - len(own)):
             if isinstance(dims[k], Mask) and dim is not dims[k] and dim != 1:
-                raise Refused("other rows are at the same places")
+                raise Refused("it combines these rows with other rows")
             if isinstance(dim, Mask) and dims[k] not in (1, dim):
-                raise Refused("other rows are at the same places")
+                raise Refused("it combines these rows with other rows")
             dims[k] = dim if dims[k] == 1 else dims[k]
     _loss(trace, given, tuple(dims), reduction)
 
@@ -46,7 +46,7 @@ def loss_of_rows(trace: Trace) -> None:
     given, reduction = _bound(trace)
     padded = [trace.dims(v) for v in given.values() if trace.is_padded(v)]
     if any(d[0] is not padded[0][0] or any(isinstance(x, Mask) for x in d[1:]) for d in padded):
-        raise Refused("other rows are at the same places")
+        raise Refused("it combines these rows with other rows")
     _loss(trace, given, padded[0][:1], reduction)
 
 
@@ -79,7 +79,7 @@ def class_loss(trace: Trace) -> None:
         loss_of_rows(trace)
         return
     if trace.inside((*x[:classes], *x[classes + 1 :])) != trace.inside(target):
-        raise Refused("other rows are at the same places")
+        raise Refused("it combines these rows with other rows")
     ignored = given.setdefault("ignore_index", -100)
     given["target"] = trace.filled(given["target"], ignored)
     function: Callable[..., Any] = getattr(F, name_of(trace.node))

@@ -154,7 +154,7 @@ def _check_part(trace: Trace, x: Any, key: tuple[Any, ...]) -> None:
     taken = [part for part in key if part is not None]
     pairs = zip(taken, trace.dims(x), strict=False)
     if any(isinstance(dim, Mask) and part != WHOLE for part, dim in pairs):
-        raise Refused("which of the rows is in this place is data")
+        raise Refused("which row is at this index depends on data")
 
 
 def _one_of_each_row(trace: Trace, x: Any, key: tuple[Any, ...]) -> None:
@@ -164,7 +164,7 @@ def _one_of_each_row(trace: Trace, x: Any, key: tuple[Any, ...]) -> None:
     if dims[0] is not mask or any(isinstance(d, Mask) for d in dims[1 : len(key)]):
         raise Refused
     if any(not _is_part(part) and trace.dims(part) != (mask,) for part in others):
-        raise Refused("other rows are at the same places")
+        raise Refused("it combines these rows with other rows")
     index = (rows, *(part if _is_part(part) else trace.filled(part, 0) for part in others))
     trace.become(torch.Tensor.__getitem__, x, index)
 
@@ -178,7 +178,7 @@ def _one_of_each_group(trace: Trace, x: Any, key: tuple[Any, ...]) -> None:
         or any(part != WHOLE for part in others)
         or not x.meta["example_value"].is_floating_point()
     ):
-        raise Refused("which of the rows is in this place is data")
+        raise Refused("which row is at this index depends on data")
     trace.become(functions.one_of_each, x, trace.groups[x].node, at == -1)
 
 
@@ -208,7 +208,7 @@ def setitem(trace: Trace) -> None:
     rows_at = len(written) - (len(dims) - chosen.at - len(chosen.components)) - 1
     masks = [k for k, d in enumerate(written) if isinstance(d, Mask)]
     if masks and (masks != [rows_at] or written[rows_at] is not chosen.choice.mask):
-        raise Refused("other rows are at the same places")
+        raise Refused("it combines these rows with other rows")
     if rows_at >= 0 and not masks and written[rows_at] != 1:
         if chosen.at or len(chosen.components) < len(chosen.choice.shape):
             raise Refused
@@ -255,7 +255,7 @@ def masked_select(trace: Trace) -> None:
     x, mask = trace.node.args
     dims, shape = trace.dims(x), trace.dims(mask)
     if dims != shape:
-        raise Refused("the tensor and the mask have other shapes")
+        raise Refused("the tensor and the mask have different shapes")
     choice = trace.choose(mask, trace.node.meta["example_value"].shape[0])
     trace.become(functions.rows, x, choice.node, tuple(range(len(shape))), 0)
 
@@ -287,7 +287,7 @@ def index_add(trace: Trace) -> None:
     (rows,) = trace.dims(index)
     parts = list(trace.dims(source))
     if parts.pop(at) is not rows or any(isinstance(d, Mask) for d in parts):
-        raise Refused("other rows are at the same places")
+        raise Refused("it combines these rows with other rows")
     if index in trace.indices and at == 0:
         choice, component = trace.indices[index]
         _check_fits(choice, (component,), trace.dims(x))
@@ -307,7 +307,7 @@ def scatter(trace: Trace) -> None:
     at = dim % len(trace.dims(x))
     own, given = trace.inside(index), trace.inside(source)
     if trace.is_padded(x) or own != given or any(part for k, part in enumerate(own) if k != at):
-        raise Refused("other rows are at the same places")
+        raise Refused("it combines these rows with other rows")
     if name_of(node) == "scatter_add":
         node.replace_input_with(index, trace.filled(index, 0))
         node.replace_input_with(source, trace.filled(source, 0))

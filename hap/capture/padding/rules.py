@@ -81,7 +81,7 @@ def pad(trace: Trace) -> None:
     dims = trace.dims(trace.node.args[0])
     sizes = trace.argument(1, "pad")
     if any(size and isinstance(dims[-1 - k // 2], Mask) for k, size in enumerate(sizes)):
-        raise Refused("a row before or after them is none of them")
+        raise Refused("it adds rows before or after these rows")
 
 
 def unbind(trace: Trace) -> None:
@@ -158,7 +158,7 @@ def create(trace: Trace) -> None:
 def dropout(trace: Trace) -> None:
     """Dropout that does nothing."""
     if trace.argument(1, "p", 0.5) and trace.argument(2, "training", True):
-        raise Refused("it draws a random number for each of them")
+        raise Refused("it draws a random number for each row")
 
 
 def lookup(trace: Trace) -> None:
@@ -207,7 +207,7 @@ def attention(trace: Trace) -> None:
     if any(isinstance(d, Mask) for dims in given for d in dims[-2:]):
         raise Refused("it combines rows")
     if trace.argument(4, "dropout_p", 0.0):
-        raise Refused("it draws a random number for each of them")
+        raise Refused("it draws a random number for each row")
 
 
 def one_hot(trace: Trace) -> None:
@@ -222,7 +222,7 @@ def matmul(trace: Trace) -> None:
     left, right = trace.dims(a), trace.dims(b)
     summed = right[-2] if len(right) > 1 else right[-1]
     if left[-1] != summed:
-        raise Refused("other rows are at the same places")
+        raise Refused("it combines these rows with other rows")
     if isinstance(summed, Mask):
         trace.node.args = (trace.filled(a, 0), trace.filled(b, 0))
 
@@ -240,12 +240,12 @@ def concatenate(trace: Trace) -> None:
         joined = tuple(trace.dims(part)[at] for part in parts)
         rest = [r[:at] + r[at + 1 :] for r in rest]
     if any(r != rest[0] for r in rest):
-        raise Refused("other rows are at the same places")
+        raise Refused("it combines these rows with other rows")
     if not any(isinstance(d, Mask) for d in joined):
         return
     size = example.shape[at].node.expr
     if size.is_number or trace.joined.setdefault(size, joined) != joined:
-        raise Refused("other rows are joined in as many")
+        raise Refused("different rows are joined to the same number of rows")
     if size not in trace.masks:
         inside = [
             d.inside if isinstance(d, Mask) else trace.call(torch.ones, d, dtype=torch.bool)
@@ -278,13 +278,13 @@ def reduction(trace: Trace) -> None:
     place = 1 if name in ("norm", "linalg_vector_norm") else 0
     power = trace.argument(1, "p" if name == "norm" else "ord", 2)
     if place and (not isinstance(power, int | float) or power <= 0):
-        raise Refused("such a norm is not 0 of zeros")
+        raise Refused("such a norm of zeros is not 0")
     dim = rest[place] if len(rest) > place else kwargs.get("dim")
     dims = trace.dims(x)
     if not any(isinstance(dims[d], Mask) for d in functions.dims_of(dim, len(dims))):
         return
     if name in ("max", "min") and dim is not None:
-        raise Refused("it tells which row has it")
+        raise Refused("it returns the index of a row")
     if name in functions.REDUCTIONS:
         trace.become(functions.REDUCTIONS[name], x, *rest, inside=trace.inside(x), **kwargs)
     else:
