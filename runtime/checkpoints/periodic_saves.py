@@ -51,7 +51,7 @@ class PeriodicSaves:
             keep = None
             if not self._warned:
                 self._print(
-                    f"the loss is {loss:g} at step {step}: while it is so, no older checkpoint is removed; "
+                    f"the loss is {loss:g} at step {step}: until it is finite, no older checkpoint is removed; "
                     f"to go back, give --resume {self.folder}/step-N and another --checkpoint"
                 )
             self._warned = True
