@@ -108,8 +108,8 @@ class SlowDevices:
         if old_s < GAIN * new_s:
             return Decision(plan=None, text=f"{text}: too small a gain to switch")
         if (old_s - new_s) * steps_left < switch_s:
-            why = f"{steps_left} more steps save less than a switch takes, {format_seconds(switch_s)}"
-            return Decision(plan=None, text=f"{text}; {why}")
+            why = f"{steps_left} more steps save less than a switch takes"
+            return Decision(plan=None, text=f"{text}; {why}, {format_seconds(switch_s)}")
         return Decision(plan=new, text=text)
 
     def follow(self, slowness: tuple[float, ...], plan: Plan | None) -> None:

@@ -104,7 +104,7 @@ def _among_some(residuals: Sequence[LinkResidual]) -> RenderableType:
             (spans(groups[0]), str(len(errors)), f"{median(errors):.0%}", f"{max(errors):.0%}")
         )
     head = ("ranks", "samples", "fit off by", "worst")
-    return table(head, rows, right=range(1, 4)) if rows else Text("none: all ranks are equally fast")
+    return table(head, rows, right=range(1, 4)) if rows else Text("none: all are equally fast")
 
 
 def _worst(profile: Profile) -> RenderableType:

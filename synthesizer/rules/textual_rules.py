@@ -78,7 +78,7 @@ def read(lines: Sequence[str]) -> tuple[list[Line], list[str]]:
         line = Line(said, ins if left.strip() or len(ins) > 1 else (), outs)
         words = (*line.ins, *line.outs)
         if not arrow or not (line.is_row or all(_LETTERS.fullmatch(word) for word in words)):
-            raise ValueError(f"{text!r} is no equation (mk, kn -> mn), and no row (P, R -> P)")
+            raise ValueError(f"{text!r} is neither an equation, mk, kn -> mn, nor a row, P, R -> P")
         found.append(line)
     return found, factors
 
