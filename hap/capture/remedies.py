@@ -84,7 +84,7 @@ _ARGUMENTS = (
     "the forward gets every entry of the batch: let it take the labels too, as in "
     "forward(self, x, y=None), even if only loss(output, batch) reads them"
 )
-_DEVICE = "name no device in the forward: make tensors on that of its arguments (device=x.device)"
+_DEVICE = "name no device in the forward: make tensors on that of its inputs (device=x.device)"
 NESTED = "use padded tensors with a mask: pad in batch()"
 SPARSE = (
     "use dense tensors: a product with a sparse matrix of the entries values at (row, column) is "
