@@ -300,7 +300,10 @@ class Synthesizer:
             return not self._lacking(found[-1]).any()
 
         exponent = lowest_fitting(fits, LOWEST_PRICE, short.highest, self.exponent)
-        self.exponent = short.highest if exponent is None else exponent
+        if (
+            exponent is not None or self.exponent is None
+        ):  # where nothing fits, the price is not news
+            self.exponent = short.highest if exponent is None else exponent
         return min(found, key=self._objective)
 
     def _objective(self, pair: Candidate) -> Objective:
