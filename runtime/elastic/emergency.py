@@ -298,14 +298,17 @@ class _Watch:
         self._part.mkdir(exist_ok=True)
         held = layout(self._model, ranks)
         buffers = {n: s.like(steady.buffers.get(n, s.tensor)) for n, s in held.buffers.items()}
-        shards, state = taken(
-            self._model, self._optimizer, steady.step, replace(held, buffers=buffers)
-        )
-        state["module"]["step"] = steady.drawn
-        state |= {"world_size": len(ranks), "extra": encode(dict(steady.extra))} | steady.beside
         device = self._model._device
-        if device.type == "cuda":  # the stream of a step may wait for a lost rank
-            with torch.cuda.stream(torch.cuda.Stream(device)):
+        # The stream of a step may wait for a lost rank. Tensors that become JSON are copied,
+        # too, such as the steps that a fused optimizer counts on its GPU.
+        aside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with torch.cuda.stream(aside):  # without effect if that is None
+            shards, state = taken(
+                self._model, self._optimizer, steady.step, replace(held, buffers=buffers)
+            )
+            state["module"]["step"] = steady.drawn
+            state |= {"world_size": len(ranks), "extra": encode(dict(steady.extra))} | steady.beside
+            if aside is not None:
                 shards = {n: s.like(s.tensor.cpu()) for n, s in shards.items()}
         number = ranks.index(self._model._comm.rank)
         own = {"rng": encode(steady.random, "rng")}
