@@ -25,6 +25,7 @@ from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.compiled import Runnable
 from hap.runtime.context import Context
 from hap.runtime.draws_first import DrawsFirst
+from hap.runtime.launch import release_before_leaving
 
 
 def check_graphs(plan: Plan, comm: Comm) -> None:
@@ -113,6 +114,13 @@ class CudaGraphs:
         self._backward: Captured | None = None
         self.number = 0
         """Of forwards, to recognise a backward that comes too late."""
+        release_before_leaving(self)
+
+    def release(self) -> None:
+        """Destroy the graphs, as before the process group that they use; another step would be captured anew."""
+        self._forward = self._backward = None
+        self._captured = ()
+        self.number += 1
 
     def ready(self) -> bool:
         """Return whether the step is captured or replayed; otherwise it runs eagerly."""

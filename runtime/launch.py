@@ -29,11 +29,12 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -144,6 +145,31 @@ def _number(devices: Sequence[str], own: str, count: int, other: int) -> int:
     in_use = sum(name.rpartition(":")[0] == node for name in devices)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", in_use))
     return int(number) if here == in_use < count and number.isdigit() else other
+
+
+class HoldsGroup(Protocol):
+    """Uses the process group in a way that must end before the group does."""
+
+    def release(self) -> None: ...
+
+
+_holders: weakref.WeakSet[HoldsGroup] = weakref.WeakSet()
+
+
+def release_before_leaving(holder: HoldsGroup) -> None:
+    """Have :func:`leave_group` release this object, if it still exists then."""
+    _holders.add(holder)
+
+
+def leave_group() -> None:
+    """Leave the process group; all ranks call it at the end.
+
+    ``dist.destroy_process_group`` alone waits for ever if a CUDA graph of a planned module exists: NCCL keeps a
+    communicator until all graphs that use it are gone.
+    """
+    for holder in list(_holders):
+        holder.release()
+    dist.destroy_process_group()
 
 
 def is_first_of_machine() -> bool:
@@ -359,7 +385,7 @@ def _rank_main(pipe: Connection, backend: str, variables: Mapping[str, str]) -> 
         init_from_env(backend, devices)
         result = target(*args)
         if dist.is_initialized():
-            dist.destroy_process_group()
+            leave_group()
         _send(pipe, "result", result)
     except BaseException as error:
         # Do not destroy the process group: that could wait for the peers.

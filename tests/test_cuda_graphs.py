@@ -6,9 +6,11 @@ import copy
 from collections.abc import Collection
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import hap
@@ -21,11 +23,11 @@ from hap.runtime.batch_entries import entry
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.compiled import BACKENDS, runnable
 from hap.runtime.context import Context
-from hap.runtime.cuda_graphs import Captured, check_graphs
+from hap.runtime.cuda_graphs import Captured, CudaGraphs, check_graphs
 from hap.runtime.draws_first import DrawsFirst
 from hap.runtime.emulate import EmulatedComm, EmulatedWorld
 from hap.runtime.hap_module import HapModule, emit
-from hap.runtime.launch import rank_device, spawn
+from hap.runtime.launch import leave_group, rank_device, spawn
 from hap.runtime.shared_gpu import SharedGpus
 from tests.random_plans import Case, benchmark_case, call, make_case, random_plan
 from tests.random_stages import random_staged_plan
@@ -132,6 +134,17 @@ def test_draws_and_constants_come_first(file: str, backend: str) -> None:
             assert code.forward.draws
     for want, found in zip(*results, strict=True):
         torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-7)
+
+
+def test_graphs_are_destroyed_before_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for ever for graphs that use its communicators."""
+    graphs = CudaGraphs(mock.Mock(), Context(LocalComm()), [])
+    graphs._forward = graphs._backward = mock.Mock()
+    left: list[Captured | None] = []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append(graphs._forward))
+    leave_group()
+    assert left == [None]
+    assert graphs._backward is None
 
 
 def test_the_backends_of_the_command_are_those_of_the_runtime() -> None:

@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-import torch.distributed as dist
-
 from hap.cli.worker import RunJob, train_and_print
 from hap.errors import HapError, InputError
 from hap.ir.plan import Plan
@@ -23,7 +21,7 @@ from hap.runtime.elastic.emergency import save_what_is_left
 from hap.runtime.elastic.meeting import Meeting, meet
 from hap.runtime.elastic.notice import SavedAndEnded
 from hap.runtime.heartbeats import Heartbeats
-from hap.runtime.launch import end_as_lost
+from hap.runtime.launch import end_as_lost, leave_group
 from hap.runtime.peer_errors import of_peer
 from hap.units import format_seconds
 
@@ -83,7 +81,7 @@ def _train(
             train_and_print(plan, job)
     except SavedAndEnded as notice:
         ending = notice
-    dist.destroy_process_group()
+    leave_group()
     if meeting.own == names[0]:
         meeting.tell("ended", "")
     return ending

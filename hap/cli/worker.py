@@ -13,7 +13,7 @@ from hap.errors import PlanError
 from hap.ir.plan import Plan
 from hap.runtime.checkpoints.checkpoint_resume import Checkpoints
 from hap.runtime.elastic.notice import SavedAndEnded
-from hap.runtime.launch import init_from_env, report
+from hap.runtime.launch import init_from_env, leave_group, report
 from hap.runtime.launch_lines import batch_script, elastic_lines, launch_lines
 from hap.runtime.peer_errors import losses_told
 from hap.training import train
@@ -68,10 +68,10 @@ def run_as_rank(job: RunJob) -> None:
         with losses_told(f"rank {world.rank}"):
             train_and_print(plan, job)
     except SavedAndEnded:  # all ranks raise it
-        dist.destroy_process_group()
+        leave_group()
         raise
     # After another error this would wait for ranks that wait for this one, before its message is printed.
-    dist.destroy_process_group()
+    leave_group()
 
 
 def train_and_print(plan: Plan, job: RunJob) -> None:
