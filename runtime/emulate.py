@@ -131,7 +131,10 @@ def run_ranks(world_size: int, target: Callable[[Comm], T]) -> list[T]:
 
     def body(rank: int) -> None:
         try:
-            results[rank] = target(EmulatedComm(world, rank))
+            # A GPU's backwards share one thread of autograd: a rank that waits there for the others would
+            # keep theirs from starting. So each rank runs its own in this thread, as on a CPU.
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = target(EmulatedComm(world, rank))
         except threading.BrokenBarrierError:
             return  # another rank failed first and reported its error
         except BaseException as error:

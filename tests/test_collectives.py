@@ -277,6 +277,12 @@ def test_nccl_runs_every_collective_in_a_world_of_one() -> None:
     assert spawn(on_nccl, 1, backend="nccl", timeout_s=300) == [[]]
 
 
+def test_each_rank_runs_its_own_backward() -> None:
+    """On a GPU the ranks would share a thread of autograd, in which the first one waits for the others."""
+    assert run_ranks(2, lambda comm: torch._C._is_multithreading_enabled()) == [False, False]
+    assert torch._C._is_multithreading_enabled()
+
+
 def test_an_error_of_one_rank_ends_the_others() -> None:
     def run(comm: Comm) -> Tensor:
         if comm.rank == 1:
