@@ -116,7 +116,7 @@ def join_group(
         count = torch.cuda.device_count()
         bound = launcher() == SRUN and count == 1  # srun may bind one GPU to each task
         index = 0 if bound else local_rank
-        if devices:
+        if own or rank < len(devices):  # a rank too many is refused later, with its reason
             index = _number(devices, own or devices[rank], count, index)
         if index >= count:
             what = f"local rank {local_rank} has no CUDA device: this process sees {count}"

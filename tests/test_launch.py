@@ -369,13 +369,16 @@ def test_missing_variables_are_named(
     assert error.value.hint
 
 
-def test_a_local_rank_without_a_device_is_refused(bare_environment: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("devices", [(), ("a:0",)])  # by the plan, there is no rank 1
+def test_a_local_rank_without_a_device_is_refused(
+    bare_environment: pytest.MonkeyPatch, devices: tuple[str, ...]
+) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         bare_environment.setenv(name, value)
     bare_environment.setenv("MASTER_ADDR", "127.0.0.1")
     bare_environment.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(InputError, match="local rank 1 has no CUDA device: this process sees 1"):
-        init_from_env("nccl")
+        init_from_env("nccl", devices)
 
 
 @pytest.mark.parametrize(
