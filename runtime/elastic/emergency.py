@@ -6,12 +6,13 @@ end, they write the state after the last step that all of them have finished.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -162,6 +163,17 @@ class _Steady:
     extra: Mapping[str, Any]
 
 
+@contextlib.contextmanager
+def _aside(device: torch.device) -> Iterator[None]:
+    """Run copies in a stream of their own, since that of a step may wait for a lost rank."""
+    if device.type != "cuda":
+        yield
+        return
+    # A thread begins on the first GPU. Back from a stream alone, it would open that one, which may be full.
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+
+
 def _finite(extra: Mapping[str, Any]) -> bool:
     return all(math.isfinite(value) for value in extra.values() if isinstance(value, float))
 
@@ -298,17 +310,15 @@ class _Watch:
         self._part.mkdir(exist_ok=True)
         held = layout(self._model, ranks)
         buffers = {n: s.like(steady.buffers.get(n, s.tensor)) for n, s in held.buffers.items()}
+        # Tensors that become JSON are copied, too, such as the steps that a fused optimizer counts on its GPU.
         device = self._model._device
-        # The stream of a step may wait for a lost rank. Tensors that become JSON are copied,
-        # too, such as the steps that a fused optimizer counts on its GPU.
-        aside = torch.cuda.Stream(device) if device.type == "cuda" else None
-        with torch.cuda.stream(aside):  # without effect if that is None
+        with _aside(device):
             shards, state = taken(
                 self._model, self._optimizer, steady.step, replace(held, buffers=buffers)
             )
             state["module"]["step"] = steady.drawn
             state |= {"world_size": len(ranks), "extra": encode(dict(steady.extra))} | steady.beside
-            if aside is not None:
+            if device.type == "cuda":
                 shards = {n: s.like(s.tensor.cpu()) for n, s in shards.items()}
         number = ranks.index(self._model._comm.rank)
         own = {"rng": encode(steady.random, "rng")}
