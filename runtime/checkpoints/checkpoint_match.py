@@ -94,7 +94,7 @@ def match(
             if wanted and stored is not None and not index[kind]:
                 raise CheckpointError(
                     f"the checkpoint holds no state of a {kind}", where=str(path),
-                    hint=f"load without the {kind}, or save with it",
+                    hint=f"load without the {kind}",
                 )  # fmt: skip
         states: dict[str, StoredShard] = {}
         rest = None
