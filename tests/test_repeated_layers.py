@@ -288,6 +288,23 @@ def test_layers_do_not_keep_keys_and_values() -> None:
     assert {n.module.split(".")[2] for n in step.graph.nodes if "layers" in n.module} == {*"0123"}
 
 
+@pytest.mark.slow
+def test_layers_of_transformers_are_traced_once_and_checkpointed() -> None:
+    """Their class has a forward that checkpoints another one, if the class has no other forward."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 32}
+    net = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **sizes)).train()
+    words = torch.zeros(4, 6, dtype=torch.long)
+    net.gradient_checkpointing_enable()
+    with mock.patch.object(joint, "_traced", wraps=joint._traced) as traced:
+        step = tracing.captured(net, {"input_ids": words, "labels": words})
+    assert traced.call_count == 1
+    kinds = collections.Counter(node.op for node in step.recomputing("").nodes)
+    assert kinds["hap.sdpa.default"] == 8
+    assert kinds["hap.sdpa_backward.default"] == 4
+
+
 def test_errors_are_those_of_the_whole_trace() -> None:
     class Branching(Layer):
         def forward(self, x: Tensor) -> Any:

@@ -354,6 +354,32 @@ def test_tensors_without_data_in_a_list_are_refused_by_name() -> None:
         capture(net, torch.randn(8, 8))
 
 
+PROMPTS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.prompts = nn.Embedding(8, 16), {"default": torch.arange(4).long()}
+    def forward(self, x):
+        prompts = self.table(self.prompts["default"].unsqueeze(0).expand(len(x), -1))
+        return torch.cat([prompts, self.table(x)], 1).square().mean()
+
+def model(): return Net()
+def batch(): return torch.randint(8, (64, 6))
+"""
+
+
+def test_whole_numbers_in_a_plain_dict_are_known_without_data(tmp_path: Path) -> None:
+    """As the tokens of peft's prompts, whose model would not fit this machine with data."""
+    path, said = tmp_path / "model.py", []
+    path.write_text(PROMPTS)
+    plan = hap.api.plan_file(str(path), "local:1", progress=said.append)
+    assert not any("with data" in text for text in said)
+    assert hap.verify(plan).ok
+
+
 SCHEDULE = """
 import torch
 from torch import nn

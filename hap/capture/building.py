@@ -31,7 +31,7 @@ def without_data(make: Callable[[], Made], progress: Progress = lambda text: Non
     """Return the result of ``make`` without data; with data if it reads tensor values."""
     needs_data: tuple[type[Exception], ...] = (NoData, *torch_private.data_dependent_errors())
     try:
-        with torch_private.building_without_data():
+        with torch_private.known_numbers(), torch_private.building_without_data():
             return make()
     except needs_data:
         progress("model() or batch() reads tensor data: building them with data")

@@ -12,6 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CellType
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from hap.capture.operator_log import OperatorLog
+
+Forward = Callable[..., Any]
 
 Origins = tuple[str, ...]
 """For each result: the name of the argument that it is, ``"None"``, or ``""`` for a new tensor."""
@@ -50,7 +53,7 @@ def watched(kinds: Iterable[type[nn.Module]], log: OperatorLog) -> Iterator[list
     """Yield a list that gets the calls of the forwards of these classes, in order."""
     calls: list[LayerCall] = []
 
-    def watch(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def watch(forward: Forward) -> Forward:
         names = _positional(forward)
 
         @functools.wraps(forward)
@@ -71,11 +74,42 @@ def watched(kinds: Iterable[type[nn.Module]], log: OperatorLog) -> Iterator[list
 
     with contextlib.ExitStack() as stack:
         for kind in kinds:
-            stack.enter_context(mock.patch.object(kind, "forward", watch(kind.forward)))
+            stack.enter_context(_replaced(kind, watch))
         yield calls
 
 
-def _positional(forward: Callable[..., Any]) -> list[str]:
+@contextlib.contextmanager
+def _replaced(kind: type[nn.Module], by: Callable[[Forward], Forward]) -> Iterator[None]:
+    """Replace the forward of a class by a function of it.
+
+    The layers of transformers 5.23 have a forward that checkpoints another one, if it finds itself on the class.
+    There the other one is replaced.
+    """
+    outer = kind.forward
+    cells = [c for c in getattr(outer, "__closure__", None) or () if callable(_content(c))]
+    (inner,) = [c for c in cells if c.cell_contents is getattr(outer, "__wrapped__", None)] or [
+        None
+    ]
+    if inner is None or not any(c.cell_contents is outer for c in cells):
+        with mock.patch.object(kind, "forward", by(outer)):
+            yield
+        return
+    wrapped = inner.cell_contents
+    inner.cell_contents = by(wrapped)
+    try:
+        yield
+    finally:
+        inner.cell_contents = wrapped
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # of a name that was never set
+        return None
+
+
+def _positional(forward: Forward) -> list[str]:
     """Return the names of the arguments that may be given by position, without ``self``."""
     parameters = inspect.signature(forward).parameters.values()
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -91,26 +125,27 @@ def _origins(results: Any, given: Mapping[str, Any]) -> Origins | None:
 
 @contextlib.contextmanager
 def as_regions(
-    kinds: Iterable[type[nn.Module]], calls: Sequence[LayerCall], mark: Callable[..., Any]
+    kinds: Iterable[type[nn.Module]], calls: Sequence[LayerCall], mark: Callable[[Forward], Forward]
 ) -> Iterator[None]:
     """Let the forwards of these classes be regions, which ``mark`` makes of functions."""
     with contextlib.ExitStack() as stack:
         for kind in kinds:
             mine = {(c.layer, c.origins) for c in calls if isinstance(c.layer, kind)}
             known = len(dict(mine)) == len(mine) and None not in dict(mine).values()
+            by = mark
             if known and any(origin for _, origins in mine for origin in origins or ()):
                 for layer, origins in mine:
                     stack.enter_context(mock.patch.dict(layer.__dict__, {_ATTRIBUTE: origins}))
-                forward = _with_other_results(kind, mark)
-            else:
-                forward = mark(kind.forward)
-            stack.enter_context(mock.patch.object(kind, "forward", forward))
+                by = functools.partial(_with_other_results, kind, mark)
+            stack.enter_context(_replaced(kind, by))
         yield
 
 
-def _with_other_results(kind: type[nn.Module], mark: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward of a class, of which the part that makes new tensors is a region."""
-    forward, names = kind.forward, _positional(kind.forward)
+def _with_other_results(
+    kind: type[nn.Module], mark: Callable[[Forward], Forward], forward: Forward
+) -> Forward:
+    """Return a forward of which the part that makes new tensors is a region."""
+    names = _positional(forward)
 
     def new(layer: nn.Module, *args: Any, **named: Any) -> Any:
         results = forward(layer, *args, **named)

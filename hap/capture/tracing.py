@@ -48,6 +48,7 @@ from hap.capture.fixed_entries import tensor_of
 from hap.capture.function_caches import no_fakes_in_caches
 from hap.capture.generation_caches import leave_out_caches
 from hap.capture.graph_break import GraphBreak
+from hap.capture.hidden_tensors import hidden_tensors
 from hap.capture.joint import joint_of, programs_inside
 from hap.capture.kept_constants import forget
 from hap.capture.layer_calls import watched
@@ -240,6 +241,9 @@ def _fake(step: Step, batch: Mapping[str, TorchTensor], mode: Any) -> tuple[Step
         for value in vars(sub).values():
             if isinstance(value, TorchTensor):
                 memo.setdefault(id(value), fake(value))
+    for value in hidden_tensors(step).values():  # they become constants, as in a model with data
+        if (known := torch_private.known_value(value)) is not None:
+            memo[id(value)] = known
     try:
         with warnings.catch_warnings():  # torch warns of tensors without data in lists
             warnings.simplefilter("ignore")
