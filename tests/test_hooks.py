@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
             delattr(m[0], "weight"),
             setattr(m[0], "weight", torch.ones(16, 12) * m[2].bias[0]),
         ),
-        r"the module '0' \(Linear\) can't be captured: it keeps the tensor 'weight'",
+        r"the module '0' \(Linear\) can't be captured: it holds the tensor 'weight'",
     ),
 }
 
