@@ -33,8 +33,8 @@ what one device's own results move if its weights change in the last place (see 
 *Planned*: the published size (of mixtures of experts and `mamba` 2 or 4 layers, of gpt-oss, DeepSeek-V3 and Llama 4 also fewer experts) on eight devices of two kinds (`benchmarks/clusters/unlike8.yaml`),
 without memory for its weights, in seconds from the module to the plan, one model after the other on
 two cores; the processor seconds of all its processes in brackets. Importing the model's package and
-building the model come before, and have a line of their own. 65 entries, from language models to other libraries, `bert-moe` and `nn.Transformer`,
-were planned on 30 November 2026, in one go and by one commit, on a quiet machine (Python adds twenty million integers in 1.3 to 1.6 s).
+building the model come before, and have a line of their own. The 65 entries of `transformers` (but for `fnet`), `peft`, `diffusers` and the libraries
+after it in the list below, and `bert-moe` and `nn.Transformer`, were planned on 30 November 2026, in one go and by one commit, on a quiet machine (Python adds twenty million integers in 1.3 to 1.6 s).
 Two of them failed then and were planned again after the mend: layers recomputed beside LoRA, and prompt tuning. Models that fit only if activations
 are recomputed, such as Qwen2-VL, are searched twice.
 The other entries are older, of several commits and machines: `fno` and `fnet` were planned on one that takes about twice as long, timm's and torchvision's

@@ -15,7 +15,7 @@ def gc_paused(*, freeze: bool = False) -> Iterator[None]:
     takes a fifth of the time of planning, and finds no garbage.
 
     Args:
-        freeze: never look for garbage among what lives at the end: for a process that ends as well.
+        freeze: leave what lives at the end of the pause to the end of the process.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -8,7 +8,7 @@ from hap.errors import InfeasibleError
 from hap.synthesizer.axis_roles import batch_axis
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.peak_memory import update_bytes
+from hap.synthesizer.cost.peak_memory import memory, update_bytes, while_updating
 from hap.synthesizer.plan_prediction import largest_batch, peak_kinds
 from hap.synthesizer.search.program_space import Space
 from hap.units import format_bytes
@@ -40,9 +40,12 @@ def check_memory(pair: Candidate, cost: CostModel, space: Space | None = None) -
 
 
 def _fused(pair: Candidate, cost: CostModel) -> str:
-    """Return the advice to fuse the optimizer, if its step alone has what every rank lacks."""
-    workspace = update_bytes(cost.graph, pair.program, cost)
-    if (pair.lacking_bytes > workspace).any():
+    """Return the advice to fuse the optimizer, if the program fits without the workspace of its step."""
+    graph, program = cost.graph, pair.program
+    workspace = update_bytes(graph, program, cost)
+    before = memory(graph, program, cost, updating=False)[1]
+    during = np.sum(list(while_updating(graph, program, cost).values()), axis=0) - workspace
+    if (np.maximum(before, during) > pair.room).any():
         return ""
     return (
         f"make the optimizer fused, as torch.optim.AdamW(params, fused=True): its step then holds no "

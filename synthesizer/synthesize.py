@@ -105,7 +105,7 @@ class Synthesizer:
         self.hardware = hardware or space.hardware(cluster)
         self._states = optimizer_states
         self.engine, self.gap, self.exponent = engine, 0.0, exponent
-        self.is_long = len(space.graph.nodes) >= LONG
+        self.is_long = is_long(space)
         self._slow = engine is bound  # whether a search takes seconds: then there are fewer
         self.found: list[Candidate] = []
         self._allowed = allowed if cluster.world_size > 1 else _whole
@@ -300,10 +300,10 @@ class Synthesizer:
             return not self._lacking(found[-1]).any()
 
         exponent = lowest_fitting(fits, LOWEST_PRICE, short.highest, self.exponent)
-        if (
-            exponent is not None or self.exponent is None
-        ):  # where nothing fits, the price is not news
-            self.exponent = short.highest if exponent is None else exponent
+        if exponent is not None:
+            self.exponent = exponent
+        elif self.exponent is None:  # otherwise keep the last price that fitted
+            self.exponent = short.highest
         return min(found, key=self._objective)
 
     def _objective(self, pair: Candidate) -> Objective:
@@ -411,6 +411,11 @@ class Synthesizer:
     def cost(self, candidate: Candidate) -> CostModel:
         """Return the cost model under a candidate's shares."""
         return self._cost(candidate.program, candidate.shares)
+
+
+def is_long(space: Space) -> bool:
+    """Return whether a part of a search is worth another process."""
+    return len(space.graph.nodes) >= LONG
 
 
 def proportional_shares(axes: Axes, weights: PerRank) -> Shares:

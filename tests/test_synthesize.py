@@ -170,6 +170,7 @@ def test_too_little_memory_names_the_devices_the_bytes_and_a_batch_that_fits() -
     rows = int(str(caught.value).split("global batch to about ")[1].split()[0])
     assert "at its fullest m:0 would hold " in str(caught.value)
     assert "saved activations" in str(caught.value)
+    assert "fused" not in str(caught.value)
     assert 0 < rows < 1 << 14
     planned_anew(rows, 256, 10, on)  # it fits
 
@@ -188,6 +189,19 @@ def test_a_fused_optimizer_is_advised_where_its_step_alone_lacks_memory() -> Non
     assert again.graph.fused_update
     with pytest.raises(InfeasibleError) as caught:
         api.plan(model, batch, cluster(device(0, memory=3 * weights)))
+    assert "fused" not in str(caught.value)
+
+
+def test_a_fused_optimizer_is_not_advised_where_activations_lack_memory() -> None:
+    """They lack less than the optimizer's workspace has, which is held after them."""
+    model = Classifier(512, 10)
+    batch = (torch.randn(4096, 512), torch.zeros(4096, dtype=torch.int64))
+    free = api.plan(model, batch, cluster(device(0)))
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    room = free.prediction.ranks[0].peak_bytes - weights // 2
+    assert room > 5 * weights
+    with pytest.raises(InfeasibleError) as caught:
+        api.plan(model, batch, cluster(device(0, memory=room)), options=PlanOptions(recompute=""))
     assert "fused" not in str(caught.value)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hap.capture.operator_log import OperatorLog
 
 Forward = Callable[..., Any]
+"""The forward of a class of layers."""
 
 Origins = tuple[str, ...]
 """For each result: the name of the argument that it is, ``"None"``, or ``""`` for a new tensor."""
@@ -82,19 +83,17 @@ def watched(kinds: Iterable[type[nn.Module]], log: OperatorLog) -> Iterator[list
 def _replaced(kind: type[nn.Module], by: Callable[[Forward], Forward]) -> Iterator[None]:
     """Replace the forward of a class by a function of it.
 
-    The layers of transformers 5.23 have a forward that checkpoints another one, if it finds itself on the class.
-    There the other one is replaced.
+    The layers of transformers 5.23 have a forward that checkpoints the one which it wraps, only if the class still
+    has it. There the wrapped one is replaced.
     """
-    outer = kind.forward
-    cells = [c for c in getattr(outer, "__closure__", None) or () if callable(_content(c))]
-    (inner,) = [c for c in cells if c.cell_contents is getattr(outer, "__wrapped__", None)] or [
-        None
-    ]
-    if inner is None or not any(c.cell_contents is outer for c in cells):
-        with mock.patch.object(kind, "forward", by(outer)):
+    forward = kind.forward
+    wrapped = getattr(forward, "__wrapped__", None)
+    cells = getattr(forward, "__closure__", None) or ()
+    inner = next((cell for cell in cells if _content(cell) is wrapped), None)
+    if wrapped is None or inner is None or all(_content(cell) is not forward for cell in cells):
+        with mock.patch.object(kind, "forward", by(forward)):
             yield
         return
-    wrapped = inner.cell_contents
     inner.cell_contents = by(wrapped)
     try:
         yield

@@ -16,13 +16,9 @@ from typing import Any, Final
 import click
 
 from hap.errors import HapError, InputError, reason_of
-from hap.gc_pause import gc_paused
 
 UNEXPECTED: Final = "this is a bug of hap or of the model"
 """Begins the answer to an error that no command expects."""
-
-OWN_PROCESS: Final = "a process of its own"
-"""The object of a click context where the process ends with the command."""
 
 _TRACEBACK: Final = "HAP_TRACEBACK"
 
@@ -56,17 +52,6 @@ def answered(function: Callable[..., None]) -> Callable[..., None]:
 
     option = click.option("-v", "--verbose", is_flag=True, help="Show the traceback of an error.")
     return option(told)
-
-
-def gc_paused_to_end(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that leaves its garbage to the end of the process, if that ends with it."""
-
-    @functools.wraps(function)
-    def paused(**given: Any) -> None:
-        with gc_paused(freeze=click.get_current_context().obj == OWN_PROCESS):
-            function(**given)
-
-    return paused
 
 
 def _open_streams() -> None:

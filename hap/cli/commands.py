@@ -1,11 +1,10 @@
 """The command line: ``hap plan``, ``verify``, ``run``, ``export``, ``import``, ``show``, ``profile``,
 ``simulate``, ``testbed``, ``rules``.
 
-Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
-2 bad input; 3 nothing fits in memory; 4 planning was stopped, and wrote its best plan so far; 5 it was
-stopped before there was one; 75, 130, 141 and 143 are in docs/troubleshooting.md. Heavy modules come through the lazy face ``hap``, so
-that ``hap --help`` is quick. Commands with a file of their own, such as ``hap report``, are added
-by ``_command``.
+Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed; 2 bad input; 3 nothing
+fits in memory; 4 planning was stopped, and wrote its best plan so far; 5 it was stopped before there was one; 75,
+130, 141 and 143 are in docs/troubleshooting.md. Heavy modules come through the lazy face ``hap``, so that ``hap
+--help`` is quick. Commands with a file of their own, such as ``hap report``, are added by ``_command``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ import click
 import hap
 from hap import cli
 from hap.cli import explain_command, init_command, report_command, simulate_command, what_if_command
-from hap.cli.answers import OWN_PROCESS, Seconds, Seed, answered, gc_paused_to_end
+from hap.cli.answers import Seconds, Seed, answered
+from hap.cli.own_process import OWN_PROCESS, gc_paused_to_end
 from hap.errors import InputError, VerifyError
 from hap.files import check_output
 from hap.ir.half_gradients import ROUNDINGS

@@ -154,8 +154,8 @@ class Graph:
         self.check()
 
     @property
-    def training(self) -> dict[str, Any]:
-        """How the model is trained, as arguments of a graph that is made of this one."""
+    def settings(self) -> dict[str, Any]:
+        """The fields that are no part of the program, as arguments of a graph made of this one."""
         return {n: getattr(self, n) for n in ("products", "whole_parameters", "fused_update")}
 
     def check(self) -> None:

@@ -173,7 +173,7 @@ class _Divider:
         )
         joint = Graph(
             inputs=inputs, nodes=nodes, outputs=outputs, tensors=self._tensors,
-            rules=self._graph.rules, **self._graph.training,
+            rules=self._graph.rules, **self._graph.settings,
         )  # fmt: skip
         # Parameters that only the backward reads are not converted at the start.
         return replace(joint, nodes=tuple(sorted(nodes, key=lambda n: n.name in joint.backward)))

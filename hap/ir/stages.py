@@ -351,7 +351,7 @@ class _Cutter:
         built = Graph(
             inputs=tuple(inputs), nodes=tuple(nodes), outputs=tuple(outputs),
             tensors={name: t for name, t in graph.tensors.items() if name in names},
-            rules=graph.rules, **graph.training,
+            rules=graph.rules, **graph.settings,
         )  # fmt: skip
         # The forward first: in the whole step, some of the backward's operators belong to the forward.
         return replace(built, nodes=tuple(sorted(nodes, key=lambda n: n.name in built.backward)))

@@ -26,7 +26,7 @@ class StageBytes(NamedTuple):
     Attributes:
         stored_bytes: outside the microbatches.
         saved_bytes: what the forward of a microbatch keeps for its backward.
-        peak_bytes: with all microbatches in flight, and gradients of weights that wait.
+        peak_bytes: with the microbatches in flight, and gradients of weights that wait.
         waiting_bytes: what is kept for the part of a microbatch's backward that may be delayed.
         sums_bytes: sums over microbatches, beside the terms of one.
         message_bytes: of other microbatches, on their way to or from the stage.

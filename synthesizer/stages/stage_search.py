@@ -31,7 +31,7 @@ from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask
 from hap.synthesizer.stages.stage_times import StageFigures, figures
 from hap.synthesizer.stages.stage_transfers import Ranks, StageTransfers
 from hap.synthesizer.stages.time_axis import OverTime, over_time
-from hap.synthesizer.synthesize import LONG, Synthesizer
+from hap.synthesizer.synthesize import Synthesizer, is_long
 
 SEARCHED = 8
 """Most pipelines whose stages are searched exactly."""
@@ -224,8 +224,7 @@ class StageSearch:
         keys = [self._key(task) for task in tasks]
         new = {k: task for k, task in zip(keys, tasks, strict=True) if k not in self._found}
         large_first = sorted(new, key=lambda k: -len(new[k].whole.nodes))
-        is_long = len(self._space.graph.nodes) >= LONG
-        found = each(self._search, [new[k] for k in large_first], apart=is_long)
+        found = each(self._search, [new[k] for k in large_first], apart=is_long(self._space))
         self._found.update(zip(large_first, found, strict=True))
         return [self._found[k] for k in keys]
 
