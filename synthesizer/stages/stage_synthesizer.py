@@ -35,7 +35,7 @@ class StageTask:
     Attributes:
         whole: the stage for the whole batch; its conversions take as long as those of all microbatches.
         part: the stage for one of ``count`` microbatches.
-        in_flight: microbatches whose inputs must fit the memory, if the stage runs its forwards again.
+        in_flight: microbatches whose inputs must fit the memory, if the stage recomputes its forward.
     """
 
     whole: Graph
