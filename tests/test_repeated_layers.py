@@ -290,7 +290,7 @@ def test_layers_do_not_keep_keys_and_values() -> None:
 
 @pytest.mark.slow
 def test_layers_of_transformers_are_traced_once_and_checkpointed() -> None:
-    """Their class has a forward that checkpoints another one, if the class has no other forward."""
+    """The forward of their class checkpoints the one that it wraps, if the class still has it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 32}
