@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hap.background import BackgroundTask, Caller, Result, background_task
 from hap.cluster.topology import Cluster
 from hap.errors import HapError, InfeasibleError, InputError, PlanningStopped, TooEntangledError
 from hap.ir.graph import Graph
@@ -86,29 +87,41 @@ def choose_for_model(
         if known:
             progress(f"no program fits the memory: recomputing in the backward ({mode})")
         graph = captured(mode)
-        enough = options.stages or graph.least_bytes(optimizer_states) <= room
-        if enough and graph.digest not in known:
-            try:
-                pair = choose_in_space(graph, cluster, optimizer_states, options, progress)
-                return graph, mode, pair
-            except InfeasibleError as failed:
-                error = error or failed
+        if graph.digest not in known:
+            progress("applying the sharding rules")
+            space = build_space(graph)
+            enough = options.stages or least_bytes(space, cluster, optimizer_states) <= room
+            if enough:
+                try:
+                    pair = choose_in_space(space, cluster, optimizer_states, options, progress)
+                    return graph, mode, pair
+                except InfeasibleError as failed:
+                    error = error or failed
         known.add(graph.digest)
     if error:
         raise error
     # The search says which device lacks how much.
-    return graph, mode, choose_in_space(graph, cluster, optimizer_states, options, progress)
+    return graph, mode, choose_in_space(space, cluster, optimizer_states, options, progress)
+
+
+def least_bytes(space: Space, cluster: Cluster, states: int) -> float:
+    """Bytes that all devices together hold at once under any program: those of one device alone.
+
+    A program on several devices runs the same operators in the same order, and splits tensors or copies
+    them.
+    """
+    first_ranks = [ranks[0] for ranks in space.hardware(cluster).types]
+    alone = [Synthesizer(space, cluster.only(rank), states).first for rank in first_ranks]
+    return min(float(pair.serial.peak_bytes.sum()) for pair in alone)
 
 
 def choose_in_space(
-    graph: Graph, cluster: Cluster, states: int, options: PlanOptions, progress: Progress
+    whole: Space, cluster: Cluster, states: int, options: PlanOptions, progress: Progress
 ) -> PlannedPair:
     """The best pair of the whole space, or of a narrower one if that is too wide to search.
 
     A narrower space counts if its first program beats that of A* over the whole one, which may be cut short.
     """
-    progress("applying the sharding rules")
-    whole = build_space(graph)
     try:
         return choose(whole, cluster, states, options, progress)
     except TooEntangledError:
@@ -118,7 +131,7 @@ def choose_in_space(
     for narrow, now in enumerate(NARROW[1:], 1):
         if not by_a_star.gap:
             break
-        wider, space = space, build_space(graph, narrow=narrow)
+        wider, space = space, build_space(whole.graph, narrow=narrow)
         if space == wider:
             continue
         progress(f"the graph is too entangled to search with {left}; now with {now}")
@@ -181,7 +194,10 @@ def choose(
 
 
 class _Tasks:
-    """Searches in other processes: on the fastest kind, and over two axes; ``stack`` ends them."""
+    """Work in other processes: the search on the fastest kind, the one over two axes, and bounds.
+
+    ``stack`` ends it.
+    """
 
     def __init__(
         self, stack: contextlib.ExitStack, synthesizer: Synthesizer, optimizer_states: int,
@@ -205,6 +221,12 @@ class _Tasks:
             self.two_axes[on] = self._stack.enter_context(search)
             if self._objective:
                 self.two_axes[on].tell(self._objective)
+
+    def begin(
+        self, work: Callable[[Caller], Result], *, apart: bool, nice: int
+    ) -> BackgroundTask[Result]:
+        """:func:`hap.background.background_task` until the end of planning."""
+        return self._stack.enter_context(background_task(work, apart=apart, nice=nice))
 
     def tell(self, objective: Objective) -> None:
         """Tell all searches over two axes of a plan."""
@@ -267,6 +289,14 @@ def _searched(
         progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the optimum")
     fewer = {name: (_named(cluster, s), s.pair) for name, s in selections.items()}
     notes = {method.name: method.note for method in METHODS} if options.compare else {}
+    # The bounds of the plan over one axis are computed while the search over two axes goes on.
+    one_axis = aligned(synthesizer, best)
+    needed = bool(tasks.two_axes) and one_axis.fits
+    bounding = tasks.begin(
+        lambda caller: bounds(synthesizer, one_axis, options.prove, bool(left)),
+        apart=needed,
+        nice=15,
+    )
     two = _on_two_axes(synthesizer, cluster, optimizer_states, options, best, progress, tasks)
     fastest_pair = two.pair if two else best
     search, why_not = _stage_search(synthesizer, cluster, optimizer_states, options, progress)
@@ -296,11 +326,10 @@ def _searched(
             between=two.between, cost=two.cost,
             prediction=predict(two.cost.graph, two.pair, two.cost, rows),
         )  # fmt: skip
-    best = aligned(synthesizer, best)
-    cost = synthesizer.cost(best)
+    best, cost = one_axis, synthesizer.cost(one_axis)
     check_memory(best, cost, space)
     rows = (*alternatives(graph, beside, fewer, notes), *even)
-    proofs = bounds(synthesizer, best, options.prove, bool(left))
+    proofs = bounding.result()
     if search:
         proofs = (*proofs, stage_bound(best.timeline.step_s, search))
     return PlannedPair(

@@ -282,15 +282,18 @@ class Synthesizer:
             self._fixed[key] = self._bounded(prices, self._slow, latest.found)
         return self._fixed[key]
 
-    def search(self, shares: Shares) -> Candidate:
+    def search(self, shares: Shares, beat: Objective | None = None) -> Candidate:
         """Return the cheapest program under fixed shares that fits the memory, if there is one.
 
         A price per byte on the ranks that lack memory trades time for memory. After a search that
-        lacked memory, the next one starts from its ranks and its price.
+        lacked memory, the next one starts from its ranks and its price. There is no price if even the
+        program without one is not below ``beat``.
         """
         if self._short is None:
             best = self.first if shares == next(self.starts()) else self.cheapest(shares)
             if not (lacking := self._lacking(best)).any():
+                return best
+            if beat and (0.0, best.least_objective[1]) >= beat:
                 return best
             self._short = MemoryPrice.of(best, lacking, self._memory)
         short, found = self._short, list[Candidate]()

@@ -125,7 +125,9 @@ def best_on_mesh(
     """
     mesh = Mesh(cluster)
     found: list[MeshCandidate] = []
-    pairs = list(_between(space, mesh, optimizer_states, engine, progress, exponent, allowed, ways))
+    pairs = list(
+        _between(space, mesh, optimizer_states, engine, progress, beat, exponent, allowed, ways)
+    )
     for name, pair in sorted(pairs, key=lambda named: named[1].least_objective[0] > 0):
         limit = beat()
         if limit and pair.least_objective >= limit:
@@ -136,7 +138,7 @@ def best_on_mesh(
         between = Between(mesh=mesh, graph=space.graph, program=pair.program, shares=_used(pair))
         inside = InsideSynthesizer(between, cluster, optimizer_states, engine, exponent)
         try:
-            best = inside.search(next(inside.starts()))
+            best = inside.search(next(inside.starts()), beat())
         except HapError as error:
             progress(f"{name} between machines: no program inside them ({error.what})")
             continue
@@ -171,7 +173,8 @@ def _used(pair: Candidate) -> Shares:
 
 def _between(
     space: Space, mesh: Mesh, optimizer_states: int, engine: Engine, progress: Callable[[str], None],
-    exponent: int | None, allowed: Allowed | None = None, ways: Sequence[str] = WAYS,
+    beat: Callable[[], Objective | None], exponent: int | None, allowed: Allowed | None = None,
+    ways: Sequence[str] = WAYS,
 ) -> Iterator[tuple[str, Candidate]]:  # fmt: skip
     """Yield programs between machines that deserve a search inside, without repetitions."""
     seen = []
@@ -185,7 +188,7 @@ def _between(
         own = eliminate_or_bound if way and engine is bound else engine
         synthesizer = Synthesizer(space, mesh.between, optimizer_states, way, own, exponent)
         try:
-            pair = synthesizer.search(next(synthesizer.starts()))
+            pair = synthesizer.search(next(synthesizer.starts()), beat())
         except HapError as error:
             if not isinstance(error, NoProgramError):
                 progress(f"{name} between machines: no program ({error.what})")

@@ -22,6 +22,8 @@ from hap.ir.program import Compute
 from hap.plan_simulation import simulate_plan
 from hap.synthesizer.memory_price import lowest_fitting
 from hap.synthesizer.plan_options import PlanOptions
+from hap.synthesizer.search.program_space import build_space
+from hap.synthesizer.synthesize import Synthesizer
 from tests.random_plans import make_case, verdict
 from tests.test_two_axes import machines
 
@@ -300,6 +302,23 @@ def test_the_lowest_price_that_fits_is_found_from_any_start(first: int | None) -
         assert lowest_fitting(fits, -10, 4, first) == (least if least <= 4 else None)
         assert len(asked) == len(set(asked)) and len(asked) <= 9
         assert all(-10 < price <= 4 for price in asked)
+
+
+def test_memory_has_no_price_where_a_program_without_one_is_too_slow() -> None:
+    space = build_space(captured(256, 64, 8).graph)
+    ample = cluster(*(device(r) for r in range(4)))
+    peak = int(Synthesizer(space, ample, 2).first.serial.peak_bytes.max())
+    tight = cluster(*(device(r, memory=peak * 3 // 4) for r in range(4)))
+    limits = {
+        "no plan": None,
+        "slower": (0.0, 1.0),
+        "lacks memory": (1.0, 0.0),
+        "faster": (0.0, 0.0),
+    }
+    for name, beat in limits.items():
+        synthesizer = Synthesizer(space, tight, 2)
+        synthesizer.search(next(synthesizer.starts()), beat)
+        assert (synthesizer.exponent is None) == (name == "faster")
 
 
 def test_options_are_checked_before_the_model_is_made() -> None:

@@ -389,7 +389,7 @@ def test_no_program_inside_beats_ideal_machines(file: str) -> None:
     case = benchmark_case(file, "tiny")
     cluster = machines((2.0, 2.0), (1.0, 1.0), inner=1e11, between=1e9)
     mesh, compared = Mesh(cluster), 0
-    for _, pair in _between(case.space, mesh, 2, eliminate, print, None):
+    for _, pair in _between(case.space, mesh, 2, eliminate, print, lambda: None, None):
         between = Between(mesh=mesh, graph=case.graph, program=pair.program, shares=_used(pair))
         inside = InsideSynthesizer(between, cluster, 2)
         found = inside.search(next(inside.starts()))
