@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import hap
+from hap.cluster.cluster_file import load_cluster
 from hap.cluster.topology import Cluster
 from hap.ir.microbatch import is_sum
 from hap.ir.plan import Plan
@@ -33,6 +34,7 @@ from hap.synthesizer.stages import stage_estimates
 from hap.synthesizer.stages.device_blocks import DeviceBlocks
 from hap.synthesizer.stages.even_pipeline import even_pipeline, even_pipelines
 from hap.synthesizer.stages.flights import chosen_flights
+from hap.synthesizer.stages.group_reduction import GroupReduction
 from hap.synthesizer.stages.segment_costs import GroupSeconds
 from hap.synthesizer.stages.stage_dp import Boundaries, ChainSearch
 from hap.synthesizer.stages.stage_estimates import Sketch
@@ -364,13 +366,58 @@ def test_estimates_learn_from_pipelines() -> None:
     estimates = StageSearch(benchmark_case("vit", "tiny").space, unlike(3), 2).estimates
     before = [s for s in estimates.sketches() if s.microbatches == 2]
     for sketch in before:
-        estimates.learn(sketch, [3 * s for s in sketch.ideal_s])
+        estimates.learn(sketch, [3 * s for s in sketch.ideal_s], 3 * sketch.estimate_s)
     after = [s for s in estimates.sketches() if s.microbatches == 2]
     assert min(s.estimate_s for s in after) > 1.2 * min(s.estimate_s for s in before)
     bounds = {(s.groups, s.cuts): s.least_s for s in before}
     known = [s for s in after if (s.groups, s.cuts) in bounds]
     assert known
     assert all(s.least_s == bounds[s.groups, s.cuts] for s in known)
+
+
+def test_expected_times_are_estimates_times_the_mean_ratio_of_predictions() -> None:
+    estimates = StageSearch(benchmark_case("vit", "tiny").space, unlike(3), 2).estimates
+    sketches = list(estimates.sketches())
+    assert all(estimates.expected_s(s) == s.estimate_s for s in sketches)
+    ratios = {2: [2.0, 0.5, 2.0], 3: [0.8]}
+    for count, each in ratios.items():
+        sketch = next(s for s in sketches if s.microbatches == count)
+        excess = estimates._counts[count].excess
+        as_estimated = [s * excess[k] for s, k in zip(sketch.ideal_s, sketch.indices, strict=True)]
+        for ratio in each:
+            estimates.learn(sketch, as_estimated, ratio * sketch.estimate_s)
+    assert {s.microbatches for s in sketches} > {*ratios}
+    for sketch in sketches:
+        known = ratios.get(sketch.microbatches, [2.0, 0.5, 2.0, 0.8])
+        expected_s = sketch.estimate_s * np.prod(known) ** (1 / len(known))
+        assert estimates.expected_s(sketch) == pytest.approx(expected_s)
+
+
+def test_the_next_numbers_of_microbatches_are_near() -> None:
+    estimates = StageSearch(benchmark_case("vit", "tiny").space, unlike(3), 2).estimates
+    for sketch in estimates.sketches():
+        near = estimates.other_counts(sketch)
+        number = estimates.counts.index(sketch.microbatches)
+        expected = {k for k in (number - 1, number + 1) if 0 <= k < len(estimates.counts)}
+        assert {estimates.counts.index(s.microbatches) for s in near} == expected
+        assert {(s.groups, s.cuts) for s in near} <= {(sketch.groups, sketch.cuts)}
+
+
+def test_gradients_are_reduced_in_two_parts_where_that_takes_no_longer() -> None:
+    cluster = load_cluster(
+        "links: {between: {bandwidth: 10 Gbit/s, latency: 30 us}}\n"
+        "nodes: [{name: a, count: 2, gpus: 4, type: P100}, {name: b, gpus: 2, type: P100}]"
+    )
+    reduction = GroupReduction(cluster, DeviceBlocks(cluster, frozenset()))
+    assert reduction.of((0,), 1e9) == (0.0, 0.0)
+    groups = {(0, 1, 2, 3): True, tuple(range(8)): True, tuple(range(10)): False}
+    for ranks, in_parts in groups.items():
+        even = np.full(len(ranks), 1 / len(ranks))
+        network = HardwareModel(cluster.keep(ranks)).network
+        before_s, after_s = reduction.of(ranks, 2.0**26)
+        assert before_s == pytest.approx(after_s if in_parts else 0.0)
+        whole_s = network.choices("all_reduce", 2**26, even, even)[0].seconds
+        assert before_s + after_s == pytest.approx(whole_s, rel=CLOSE - 1)
 
 
 def test_cuts_are_moved_to_where_the_estimate_is_least(monkeypatch: pytest.MonkeyPatch) -> None:

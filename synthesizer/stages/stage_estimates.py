@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import geometric_mean
 
 import numpy as np
 
 from hap.cluster.topology import Cluster
-from hap.errors import PlanError
-from hap.ir.graph import Graph
-from hap.ir.stages import crossing, cut_stages, repeatable
 from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.cost.message_cost import least_send
-from hap.synthesizer.cost.operator_work import node_work, product_operations
+from hap.synthesizer.cost.operator_work import product_operations
 from hap.synthesizer.device_selection import CLOSE
 from hap.synthesizer.schedule.pipeline_simulator import (
     OnceTransfer,
     StageSeconds,
     simulate_pipeline,
 )
+from hap.synthesizer.stages.cut_places import cut_places
 from hap.synthesizer.stages.device_blocks import DeviceBlocks, Ranks, shape
 from hap.synthesizer.stages.flights import in_flight
+from hap.synthesizer.stages.group_reduction import GroupReduction
 from hap.synthesizer.stages.segment_costs import (
     BACKWARD,
     FORWARD,
@@ -57,9 +58,6 @@ INSIDE = 1.05
 
 MOVED = 2
 """Most places by which a cut moves at once."""
-
-CUTS = 48
-"""Most places of a cut that are tried: in each part of the work the one where the fewest bytes cross."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +107,8 @@ class StageEstimates:
         self._over_time, self._cluster, self._states, self._keep = over_time, cluster, states, keep
         self.blocks = DeviceBlocks(cluster, keep)
         self._sketched: dict[int, list[Sketch]] = {}
+        self._reduction = GroupReduction(cluster, self.blocks)
+        self._over = defaultdict[int, list[float]](list)
         self._sent: dict[tuple[Ranks, Ranks], tuple[float, float]] = {}
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
         firsts = [kind.ranks[0] for kind in self.blocks.kinds]
@@ -188,7 +188,7 @@ class StageEstimates:
 
     def _sketches(self, count: int) -> Iterator[Sketch]:
         each = self._counts[count]
-        usual = estimated(each.costs, self.blocks.devices, each.excess, self._reduce_s)
+        usual = estimated(each.costs, self.blocks.devices, each.excess, self._reduction.seconds)
         search = ChainSearch(len(self.places) + 1, self.blocks, usual, each.between, MOST_STAGES)
         for stages in range(1, MOST_STAGES + 1):
             for chain in {(c.places, c.groups): c for c in search.chains(stages)}.values():
@@ -225,12 +225,30 @@ class StageEstimates:
             )  # fmt: skip
         return found
 
-    def learn(self, sketch: Sketch, each_s: Sequence[float]) -> None:
-        """Correct later estimates by the seconds of a microbatch on each stage of a pipeline."""
+    def learn(self, sketch: Sketch, each_s: Sequence[float], step_s: float) -> None:
+        """Correct later estimates by the prediction of a pipeline.
+
+        Args:
+            each_s: seconds of a microbatch on each stage.
+            step_s: of the pipeline. What the stages do not explain corrects :meth:`expected_s`:
+                messages, and reductions beside computing, depend on the number of microbatches.
+        """
         count = sketch.microbatches
-        for group, ideal_s, found_s in zip(sketch.indices, sketch.ideal_s, each_s, strict=True):
-            self._counts[count].excess[group] = max(1.0, found_s / max(ideal_s, 1e-15))
+        ideal_s = np.bincount(sketch.indices, sketch.ideal_s)
+        found_s = np.bincount(sketch.indices, each_s)
+        for group in {*sketch.indices}:
+            over = found_s[group] / max(ideal_s[group], 1e-15)
+            self._counts[count].excess[group] = max(1.0, over)
+        same = self._changed(sketch, [*map(self.places.index, sketch.cuts)], range(len(each_s)))
+        self._over[count].append(step_s / same.estimate_s)
         self._sketched.pop(count, None)
+
+    def expected_s(self, sketch: Sketch) -> float:
+        """Return the estimate, corrected by predictions, if there are any with as many microbatches by those."""
+        every = [ratio for each in self._over.values() for ratio in each]
+        return sketch.estimate_s * geometric_mean(
+            self._over.get(sketch.microbatches, every) or [1.0]
+        )
 
     def recut(self, sketch: Sketch) -> Sketch:
         """Move single cuts of a pipeline while that lowers its estimate.
@@ -254,6 +272,13 @@ class StageEstimates:
             if moved == chosen:
                 return best
             chosen = moved
+
+    def other_counts(self, sketch: Sketch) -> list[Sketch]:
+        """Return the pipeline with the next smaller and the next larger number of microbatches."""
+        number = self.counts.index(sketch.microbatches)
+        near = (*self.counts[max(number - 1, 0) : number], *self.counts[number + 1 : number + 2])
+        places, stages = [*map(self.places.index, sketch.cuts)], range(len(sketch.groups))
+        return [self._changed(replace(sketch, microbatches=n), places, stages) for n in near]
 
     def without_stage(self, sketch: Sketch) -> list[Sketch]:
         """Return the pipelines without one of the stages, whose operators a neighbour runs.
@@ -314,19 +339,8 @@ class StageEstimates:
 
     @cached_property
     def places(self) -> tuple[str, ...]:
-        """Forward operators after which the step may be cut; others are dominated."""
-        graph = self._over_time.whole()
-        crossed, skip = crossing(graph), repeatable(graph)
-        forward = [n for n in graph.nodes if n.name not in graph.backward and n.name not in skip]
-        work = np.cumsum([node_work(n, graph).flops for n in forward])
-        work = work / max(float(work[-1]), 1.0)
-        names = list(crossed)
-        nbytes = [sum(graph.tensors[t].nbytes for t in crossed[n]) for n in names]
-        best: dict[int, int] = {}
-        for k in sorted(range(len(names)), key=lambda k: (nbytes[k], k)):
-            best.setdefault(round(float(work[k]) * 2 * CUTS), k)
-        kept = sorted(sorted(best.values(), key=lambda k: (nbytes[k], k))[:CUTS])
-        return _possible(graph, tuple(names[k] for k in kept))
+        """:func:`cut_places` of the step."""
+        return cut_places(self._over_time.whole())
 
     def _sketch(
         self, count: int, each: _Count, chain: Chain, groups: tuple[Ranks, ...], least_s: float
@@ -345,13 +359,13 @@ class StageEstimates:
                 pair = groups[number], groups[number + 1]
                 there = self._send_s(*pair, float(costs.forward_bytes[last - 1]))
                 back = self._send_s(*pair[::-1], float(costs.backward_bytes[last - 1]))
-            nbytes = costs.parameter_bytes[first:last].sum()
-            reduce_s = float(self._reduce_s(np.array([nbytes]))[0, group])
+            nbytes = float(costs.parameter_bytes[first:last].sum())
+            before_s, after_s = self._reduction.of(groups[number], nbytes)
             flight = in_flight(len(groups), number, count)
             stages.append(
                 StageSeconds(
                     forward_s=sides[FORWARD] * excess, backward_s=sides[BACKWARD] * excess,
-                    send_s=there, return_s=back, after_s=sides[ONCE] + reduce_s,
+                    send_s=there, return_s=back, before_s=before_s, after_s=sides[ONCE] + after_s,
                     awaits=self._awaits(costs, chain.places, groups, number), in_flight=flight,
                 )
             )  # fmt: skip
@@ -397,45 +411,3 @@ class StageEstimates:
             self._sent[src, dst] = none_s, (all_s - none_s) / 1e9
         start, rate = self._sent[src, dst]
         return start + nbytes * rate
-
-    def _reduce_s(self, nbytes: Floats) -> Floats:
-        """Return the seconds of reducing gradients of so many bytes on each group: dims [bytes, group]."""
-        start, rate = self._reducing
-        return start + nbytes[:, None] * rate
-
-    @cached_property
-    def _reducing(self) -> tuple[Floats, Floats]:
-        """Seconds of an all-reduce on each group: its start, and per byte."""
-        start, rate = np.zeros((2, len(self.blocks.vectors)))
-        sizes = 2**20, 2**26
-        for group in range(1, len(self.blocks.vectors)):
-            (ranks,) = self.blocks.ranks([group])
-            if len(ranks) > 1:
-                network = HardwareModel(self._cluster.keep(ranks)).network
-                even = np.full(len(ranks), 1 / len(ranks))
-                few, many = (network.choices("all_reduce", b, even, even)[0].seconds for b in sizes)
-                rate[group] = (many - few) / (sizes[1] - sizes[0])
-                start[group] = max(0.0, few - sizes[0] * rate[group])
-        return start, rate
-
-
-def _possible(graph: Graph, places: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the places without those at which a sum over the microbatches would cross."""
-    try:
-        cut_stages(graph, places)
-    except PlanError:
-        return tuple(p for p in places if _cuts(graph, p))
-    return places
-
-
-def _cuts(graph: Graph, place: str) -> bool:
-    try:
-        cut_stages(graph, (place,))
-    except PlanError:
-        return False
-    return True
-
-
-def sketch_order(sketches: Sequence[Sketch]) -> list[Sketch]:
-    """Return sketches in the order in which they are searched."""
-    return sorted(sketches, key=lambda s: (s.lacking, s.estimate_s))

@@ -26,7 +26,7 @@ from hap.synthesizer.schedule.pipeline_simulator import (
 )
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.stages.flights import arrange
-from hap.synthesizer.stages.stage_estimates import Sketch, StageEstimates, sketch_order
+from hap.synthesizer.stages.stage_estimates import Sketch, StageEstimates
 from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask
 from hap.synthesizer.stages.stage_times import StageFigures, figures
 from hap.synthesizer.stages.stage_transfers import Ranks, StageTransfers
@@ -107,20 +107,28 @@ class StageSearch:
         """Return the fastest pipeline found that fits, if one is faster than ``limit_s``."""
         best: tuple[Pipeline, Sketch] | None = None
         tried, beat_s = set[object](), limit_s
-        for _ in range(SEARCHED):
-            new = (s for s in self._promising(limit_s) if (s.cuts, s.microbatches) not in tried)
-            if (sketch := next(new, None)) is None:
-                break
+
+        def search(sketch: Sketch) -> None:
+            nonlocal best, limit_s
             # Estimates of other devices for the same cuts hardly differ.
             tried.add((sketch.cuts, sketch.microbatches))
             found = self._tried(sketch, progress)
             if found and found.fits and found.times.step_s < limit_s:
                 best, limit_s = (found, sketch), found.times.step_s
-        while best and (near := self.estimates.recut(best[1])).cuts != best[1].cuts:
-            found = self._tried(near, progress)
-            if not (found and found.fits and found.times.step_s < limit_s):
+
+        def new(sketches: Sequence[Sketch]) -> list[Sketch]:
+            return [s for s in sketches if (s.cuts, s.microbatches) not in tried]
+
+        for _ in range(SEARCHED):
+            if not (promising := new(self._promising(limit_s))):
                 break
-            best, limit_s = (found, near), found.times.step_s
+            search(promising[0])
+        before = None
+        while best and best is not before:
+            before, (_, sketch) = best, best
+            for near in new([self.estimates.recut(sketch), *self.estimates.other_counts(sketch)]):
+                if self.estimates.expected_s(near) <= NEAR * limit_s:
+                    search(near)
         return self._fewer_devices(*best, beat_s, progress) if best else None
 
     def _fewer_devices(
@@ -141,13 +149,18 @@ class StageSearch:
         progress(f"stages on {shown} devices, {sketch.microbatches} microbatches")
         found = self.pipeline(sketch)
         if found is not None:
-            self.estimates.learn(sketch, [s.forward_s + s.backward_s for s in found.seconds])
+            each_s = [s.forward_s + s.backward_s for s in found.seconds]
+            self.estimates.learn(sketch, each_s, found.times.step_s)
         return found
 
     def _promising(self, limit_s: float) -> list[Sketch]:
-        """Return the pipelines that may be faster, the one that is estimated to be fastest first."""
-        sketches = self.estimates.sketches(limit_s)
-        return sketch_order([s for s in sketches if s.estimate_s <= NEAR * limit_s])
+        """Return the pipelines that may be faster, the one that is expected to be fastest first."""
+        expected_s = self.estimates.expected_s
+        near = [
+            s for s in self.estimates.sketches(limit_s)
+            if min(s.estimate_s, expected_s(s)) <= NEAR * limit_s
+        ]  # fmt: skip
+        return sorted(near, key=lambda s: (s.lacking, expected_s(s)))
 
     def pipeline(
         self, sketch: Sketch, programs: Programs | None = None, flights: tuple[int, ...] = ()
