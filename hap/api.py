@@ -52,7 +52,8 @@ from hap.runtime.verify import Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import unruled
-from hap.synthesizer.planner import PlannedPair, choose_for_model
+from hap.synthesizer.planner import PlannedPair
+from hap.synthesizer.recompute_modes import choose_for_model
 
 __all__ = [
     "GradScaler",

@@ -10,10 +10,11 @@ from hap.cluster.topology import Cluster
 from hap.errors import InfeasibleError, InputError
 from hap.ir.graph import Graph
 from hap.ir.half_gradients import ROUNDINGS
-from hap.ir.prediction import Alternative, Prediction
 from hap.synthesizer.device_selection import CLOSE
 from hap.synthesizer.plan_options import PlanOptions
-from hap.synthesizer.planner import PlannedPair, Progress, choose_for_model
+from hap.synthesizer.plan_prediction import row_of
+from hap.synthesizer.planner import PlannedPair, Progress
+from hap.synthesizer.recompute_modes import choose_for_model
 
 EXACT = "exact gradients"
 
@@ -61,7 +62,7 @@ def choose_with_roundings(
     best = min(found, key=lambda name: found[name][2].prediction.step_s * slack[name])
     graph, mode, chosen = found.pop(best)
     if options.allow:
-        rows = [_row(name or EXACT, other.prediction) for name, (_, _, other) in found.items()]
+        rows = [row_of(name or EXACT, other.prediction) for name, (_, _, other) in found.items()]
         rows += chosen.prediction.alternatives
         chosen = replace(chosen, prediction=replace(chosen.prediction, alternatives=tuple(rows)))
     return graph, (mode, best), chosen
@@ -69,11 +70,3 @@ def choose_with_roundings(
 
 def _captured(captured: Callable[[str, str], Graph], rounding: str, mode: str) -> Graph:
     return captured(mode, rounding)
-
-
-def _row(name: str, prediction: Prediction) -> Alternative:
-    return Alternative(
-        name=name, step_s=prediction.step_s, fits=True, communicate_s=prediction.communicate_s,
-        communicate_bytes=sum(c.nbytes for c in prediction.collectives),
-        peak_bytes=max(rank.peak_bytes for rank in prediction.ranks),
-    )  # fmt: skip

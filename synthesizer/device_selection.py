@@ -70,14 +70,19 @@ class PartTask:
         return Selection(synthesizer=self.synthesizer, pair=pair, left=self.left)
 
 
+def fastest_kind(whole: Synthesizer, keep: frozenset[int]) -> Ranks:
+    """The devices of the fastest kind; none if these are one or all, or not all of ``keep``."""
+    speed = np.round(whole.hardware.speed, 12)
+    kept = tuple(np.flatnonzero(speed == speed.max()).tolist())
+    return kept if 1 < len(kept) < len(speed) and keep <= {*kept} else ()
+
+
 @contextlib.contextmanager
 def fastest_kind_task(
     whole: Synthesizer, keep: frozenset[int], tell: Callable[[Objective], None]
 ) -> Iterator[PartTask | None]:
-    """Search on the fastest kind of devices, often the best part, unless that leaves out ``keep``."""
-    speed = np.round(whole.hardware.speed, 12)
-    kept = tuple(np.flatnonzero(speed == speed.max()).tolist())
-    if 1 < len(kept) < len(speed) and keep <= {*kept}:
+    """Search on the fastest kind of devices, often the best part."""
+    if kept := fastest_kind(whole, keep):
         part = whole.on(whole.cluster.keep(kept))
         with background_task(part.searched) as process:
             yield PartTask(part, _others(whole, kept), process, tell)

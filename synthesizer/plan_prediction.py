@@ -108,6 +108,15 @@ def _alternative(graph: Graph, name: str, candidate: Candidate, note: str) -> Al
     )  # fmt: skip
 
 
+def row_of(name: str, prediction: Prediction) -> Alternative:
+    """Return a row for another plan."""
+    return Alternative(
+        name=name, step_s=prediction.step_s, fits=True, communicate_s=prediction.communicate_s,
+        communicate_bytes=sum(c.nbytes for c in prediction.collectives),
+        peak_bytes=max(rank.peak_bytes for rank in prediction.ranks),
+    )  # fmt: skip
+
+
 def peak_kinds(
     graph: Graph, candidate: Candidate, cost: CostModel, rank: int
 ) -> list[tuple[str, int]]:

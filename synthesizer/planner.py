@@ -6,15 +6,14 @@ The order: one mesh axis, baselines, fewer devices, two mesh axes, lower bounds.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hap.background import BackgroundTask, Caller, Result, background_task
 from hap.cluster.topology import Cluster
-from hap.errors import HapError, InfeasibleError, InputError, PlanningStopped, TooEntangledError
-from hap.ir.graph import Graph
+from hap.errors import HapError, InputError, PlanningStopped, TooEntangledError
 from hap.ir.mesh import is_mesh
 from hap.ir.prediction import Alternative, Prediction
 from hap.synthesizer.baselines import METHODS, baselines
@@ -56,6 +55,7 @@ class PlannedPair:
     ``pair`` is over ``cluster``, the given one without the ranks ``left`` out. With a program
     ``between`` machines ``pair`` is the one inside, and ``cost`` prices it. A ``pipeline`` replaces
     ``pair``. ``stopped`` says what ended the search early; such a pair has no lower bounds.
+    ``free_s``: seconds of the best program that was found first, whatever memory it needs.
     """
 
     cluster: Cluster
@@ -66,66 +66,21 @@ class PlannedPair:
     cost: CostModel
     prediction: Prediction
     stopped: str = ""
-
-
-def choose_for_model(
-    captured: Callable[[str], Graph], modes: Iterable[str], cluster: Cluster,
-    optimizer_states: int, options: PlanOptions, progress: Progress = lambda text: None,
-) -> tuple[Graph, str, PlannedPair]:  # fmt: skip
-    """(graph, recompute mode, best pair): recompute more until a program fits the memory.
-
-    Args:
-        captured: captures the graph of a training step in a recompute mode.
-        modes: modes to try one after the other if ``options`` names none.
-
-    Raises:
-        InfeasibleError: nothing fits in any mode.
-    """
-    room, error = sum(d.memory_bytes for d in cluster.devices), None
-    known = set[str]()
-    for mode in ("", *modes) if options.recompute is None else (options.recompute,):
-        if known:
-            progress(f"no program fits the memory: recomputing in the backward ({mode})")
-        graph = captured(mode)
-        if graph.digest not in known:
-            progress("applying the sharding rules")
-            space = build_space(graph)
-            enough = options.stages or least_bytes(space, cluster, optimizer_states) <= room
-            if enough:
-                try:
-                    pair = choose_in_space(space, cluster, optimizer_states, options, progress)
-                    return graph, mode, pair
-                except InfeasibleError as failed:
-                    error = error or failed
-        known.add(graph.digest)
-    if error:
-        raise error
-    # The search says which device lacks how much.
-    return graph, mode, choose_in_space(space, cluster, optimizer_states, options, progress)
-
-
-def least_bytes(space: Space, cluster: Cluster, states: int) -> float:
-    """Bytes that all devices together hold at once under any program: those of one device alone.
-
-    A program on several devices runs the same operators in the same order, and splits tensors or copies
-    them.
-    """
-    first_ranks = [ranks[0] for ranks in space.hardware(cluster).types]
-    alone = [Synthesizer(space, cluster.only(rank), states).first for rank in first_ranks]
-    return min(float(pair.serial.peak_bytes.sum()) for pair in alone)
+    free_s: float = float("inf")
 
 
 def choose_in_space(
-    whole: Space, cluster: Cluster, states: int, options: PlanOptions, progress: Progress
-) -> PlannedPair:
+    whole: Space, cluster: Cluster, states: int, options: PlanOptions, progress: Progress,
+    synthesizer: Synthesizer | None = None,
+) -> PlannedPair:  # fmt: skip
     """The best pair of the whole space, or of a narrower one if that is too wide to search.
 
     A narrower space counts if its first program beats that of A* over the whole one, which may be cut short.
     """
     try:
-        return choose(whole, cluster, states, options, progress)
+        return choose(whole, cluster, states, options, progress, synthesizer)
     except TooEntangledError:
-        by_a_star = _synthesizer(whole, cluster, states, options, bound)
+        by_a_star = first_synthesizer(whole, cluster, states, options, bound)
         beaten = by_a_star.first.estimated_objective
     space, left = whole, NARROW[0]
     for narrow, now in enumerate(NARROW[1:], 1):
@@ -137,7 +92,7 @@ def choose_in_space(
         progress(f"the graph is too entangled to search with {left}; now with {now}")
         left = now
         with contextlib.suppress(TooEntangledError):
-            narrower = _synthesizer(space, cluster, states, options, None)
+            narrower = first_synthesizer(space, cluster, states, options)
             if narrower.first.estimated_objective > beaten:
                 break  # even narrower ones are no better
             return choose(space, cluster, states, options, progress, narrower)
@@ -145,8 +100,8 @@ def choose_in_space(
     return choose(whole, cluster, states, options, progress, by_a_star)
 
 
-def _synthesizer(
-    space: Space, cluster: Cluster, states: int, options: PlanOptions, engine: Engine | None
+def first_synthesizer(
+    space: Space, cluster: Cluster, states: int, options: PlanOptions, engine: Engine | None = None
 ) -> Synthesizer:
     """The search with an engine, or with the one that ``options`` names.
 
@@ -181,7 +136,7 @@ def choose(
     if options.pins and (options.stages or options.mesh):
         other = "--stages" if options.stages else "--mesh"
         raise InputError(f"{other} excludes --pin", hint=f"leave out {other} or --pin")
-    synthesizer = synthesizer or _synthesizer(space, cluster, optimizer_states, options, None)
+    synthesizer = synthesizer or first_synthesizer(space, cluster, optimizer_states, options)
     known: list[Selection] = []
     try:
         with contextlib.ExitStack() as stack:
@@ -263,6 +218,11 @@ def _searched(
     """
     space, cluster, graph = synthesizer.space, synthesizer.cluster, synthesizer.space.graph
     best = synthesizer.best(progress, tasks.part.rival if tasks.part else None)
+    first = [
+        synthesizer.first,
+        *([tasks.part.first.pair] if tasks.part and tasks.part.first else []),
+    ]
+    free_s = min(pair.estimated_objective[1] for pair in first)
     known.append(Selection(synthesizer=synthesizer, pair=best))
     progress("judging the alternatives")
     beside = baselines(space, cluster, optimizer_states, every=options.compare)
@@ -315,6 +275,7 @@ def _searched(
         return PlannedPair(
             cluster=staged.cluster, left=staged.left, pair=best, between=None, pipeline=staged,
             cost=synthesizer.cost(best), prediction=predict_pipeline(staged, rows, (proof,)),
+            free_s=free_s,
         )  # fmt: skip
     if two:
         check_memory(two.pair, two.cost)
@@ -324,7 +285,7 @@ def _searched(
         return PlannedPair(
             cluster=on, left=left if on is synthesizer.cluster else (), pair=two.pair,
             between=two.between, cost=two.cost,
-            prediction=predict(two.cost.graph, two.pair, two.cost, rows),
+            prediction=predict(two.cost.graph, two.pair, two.cost, rows), free_s=free_s,
         )  # fmt: skip
     best, cost = one_axis, synthesizer.cost(one_axis)
     check_memory(best, cost, space)
@@ -334,7 +295,7 @@ def _searched(
         proofs = (*proofs, stage_bound(best.timeline.step_s, search))
     return PlannedPair(
         cluster=synthesizer.cluster, left=left, pair=best, between=None, cost=cost,
-        prediction=predict(graph, best, cost, rows, proofs),
+        prediction=predict(graph, best, cost, rows, proofs), free_s=free_s,
     )  # fmt: skip
 
 

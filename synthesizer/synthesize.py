@@ -113,6 +113,8 @@ class Synthesizer:
         self._problem: tuple[Shares, Problem] | None = None  # the last one, unpriced
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
         self._short: MemoryPrice | None = None
+        self._entangled: TooEntangledError | None = None
+        self._latest: tuple[Shares, Candidate] | None = None  # result of the last search
         self._crossing: Crossing | None = None
         self._fixed: dict[object, Relaxed] = {}
 
@@ -289,6 +291,13 @@ class Synthesizer:
         lacked memory, the next one starts from its ranks and its price. There is no price if even the
         program without one is not below ``beat``.
         """
+        if self._latest and self._latest[0] == shares:
+            return self._latest[1]
+        best = self._search(shares, beat)
+        self._latest = dict(shares), best
+        return best
+
+    def _search(self, shares: Shares, beat: Objective | None) -> Candidate:
         if self._short is None:
             best = self.first if shares == next(self.starts()) else self.cheapest(shares)
             if not (lacking := self._lacking(best)).any():
@@ -328,6 +337,8 @@ class Synthesizer:
 
     def cheapest(self, shares: Shares, price: PerRank | None = None) -> Candidate:
         """Return the cheapest program under fixed shares and prices (seconds per byte, by rank)."""
+        if self._entangled:
+            raise self._entangled
         alone = self.cluster.world_size == 1
         if self._allowed is _whole and alone in self.space.undivided:
             return self._under(self.space.undivided[alone], shares)
@@ -342,8 +353,10 @@ class Synthesizer:
         try:
             outcome = problem.outcome(eliminate_if_fits if self._must_fit else self.engine)
         except TooWide as error:
+            self._entangled = too_entangled
             raise too_entangled from error
         if self._must_fit and outcome.status is Found.UNKNOWN:
+            self._entangled = too_entangled
             raise too_entangled
         self._must_fit = False
         if outcome.status is Found.INFEASIBLE:

@@ -31,7 +31,7 @@ from hap.runtime.emulate import run_ranks
 from hap.runtime.hap_module import HapModule, emit
 from hap.synthesizer.cost.operator_work import FLOPS
 from hap.synthesizer.plan_options import PlanOptions
-from hap.synthesizer.planner import least_bytes
+from hap.synthesizer.recompute_modes import least_bytes, on_each_kind
 from hap.synthesizer.search.program_space import build_space
 from tests.random_plans import Case, adamw, make_case, random_plan, two_machines, verdict
 from tests.test_training_losses import PLANS, holds, plans_hold
@@ -517,7 +517,7 @@ def test_the_plan_makes_activations_again_where_they_do_not_fit() -> None:
         peaks[way] = max(rank.peak_bytes for rank in plan.prediction.ranks)
         assert plan.recipe.recompute == way
     space = build_space(capture(Blocks(()), rows_of_blocks()))
-    least = least_bytes(space, plan.cluster, plan.optimizer.states)
+    least = least_bytes(on_each_kind(space, plan.cluster, plan.optimizer.states))
     assert peaks["blocks"] < 0.9 * peaks["cheap"] < 0.81 * peaks[""]
     for way, larger in (("cheap", ""), ("blocks", "cheap")):
         cluster = with_memory((peaks[way] + peaks[larger]) // 2)

@@ -1,0 +1,248 @@
+"""Choose how much the backward recomputes: where nothing fits the memory, and where the step gets shorter.
+
+What fits without recomputation may have to gather its parameters again and again. A backward that
+recomputes cheap operators can leave room for a faster program.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from hap.background import each
+from hap.cluster.topology import Cluster
+from hap.errors import InfeasibleError, PlanningStopped, TooEntangledError
+from hap.ir.graph import Graph
+from hap.synthesizer.candidate import Candidate, fastest
+from hap.synthesizer.device_selection import fastest_kind
+from hap.synthesizer.plan_options import PlanOptions
+from hap.synthesizer.plan_prediction import row_of
+from hap.synthesizer.planner import PlannedPair, Progress, choose_in_space, first_synthesizer
+from hap.synthesizer.search.program_space import Space, build_space
+from hap.synthesizer.synthesize import Synthesizer
+
+WORTH = 0.9
+"""Ratio of an optimistic step to the best one so far from which on a mode is not searched."""
+
+NEVER = float("inf")
+
+
+@dataclass(slots=True, kw_only=True)
+class Rough:
+    """A short search on some devices: its first program, whatever memory it needs, and one that fits.
+
+    ``fits_s``: :data:`NEVER` if none was found.
+    """
+
+    free_s: float
+    fits_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Trial:
+    """A recompute mode, and what is known of it.
+
+    ``alone``: the whole step on one device of each kind. ``searches``: the one on all devices, and the one on
+    the fastest kind; ``rough`` has their short searches.
+    """
+
+    mode: str
+    graph: Graph
+    space: Space
+    alone: Sequence[Candidate]
+    searches: Sequence[Synthesizer] = ()
+    rough: list[Rough] = field(default_factory=list)
+
+    @property
+    def free_s(self) -> float:
+        return min(r.free_s for r in self.rough)
+
+    @property
+    def fits_s(self) -> float:
+        return min((r.fits_s for r in self.rough), default=NEVER)
+
+
+Found = tuple[Trial, PlannedPair]
+
+
+def choose_for_model(
+    captured: Callable[[str], Graph], modes: Iterable[str], cluster: Cluster,
+    optimizer_states: int, options: PlanOptions, progress: Progress = lambda text: None,
+) -> tuple[Graph, str, PlannedPair]:  # fmt: skip
+    """(graph, recompute mode, best pair) over the recompute modes.
+
+    Short searches choose the mode that is searched in full. Others follow if nothing fits, or if the best
+    program would be clearly faster on devices with unlimited memory.
+
+    Args:
+        captured: captures the graph of a training step in a recompute mode.
+        modes: modes to try one after the other if ``options`` names none; each recomputes more.
+
+    Raises:
+        InfeasibleError: nothing fits in any mode.
+        PlanningStopped: as of :func:`hap.synthesizer.planner.choose`.
+    """
+    names = ("", *modes) if options.recompute is None else (options.recompute,)
+    every, found, error = list[Trial](), list[Found](), None
+    room = sum(d.memory_bytes for d in cluster.devices)
+
+    def possible() -> Iterator[Trial]:
+        for trial in _trials(captured, names, cluster, optimizer_states, progress):
+            every.append(trial)
+            # Stages hold the activations of few microbatches, and recompute by themselves.
+            if options.stages or least_bytes(trial.alone) <= room:
+                yield trial
+
+    def search(trial: Trial) -> None:
+        whole = trial.searches[0] if trial.searches else None
+        pair = choose_in_space(trial.space, cluster, optimizer_states, options, progress, whole)
+        found.append((trial, pair))
+
+    trials = possible()
+    known = [] if options.stages else _by_rough_step(trials, cluster, optimizer_states, options)
+    for trial in itertools.chain(known, trials):
+        if not found or _may_be_faster(trial, *_best(found), cluster):
+            try:
+                search(trial)
+            except InfeasibleError as failed:
+                error = error or failed
+            except PlanningStopped as stop:
+                if not found:
+                    raise
+                best, pair = _best(found)
+                found = [(best, replace(pair, stopped=str(stop)))]
+        if found and (found[-1][1].stopped or not _short_of_memory(_best(found)[1])):
+            break
+    if not found and not error:
+        search(every[-1])  # says which device lacks how much
+    if not found and error:
+        raise error
+    best, pair = _best(found)
+    rows = [row_of(_name(t.mode), p.prediction) for t, p in found if t is not best]
+    shown = replace(pair.prediction, alternatives=(*rows, *pair.prediction.alternatives))
+    return best.graph, best.mode, replace(pair, prediction=shown)
+
+
+def _trials(
+    captured: Callable[[str], Graph], names: Sequence[str], cluster: Cluster, states: int,
+    progress: Progress,
+) -> Iterator[Trial]:  # fmt: skip
+    """Yield the modes whose graphs differ."""
+    known = set[str]()
+    for mode in names:
+        if known:
+            progress(f"memory is short: recomputing in the backward ({mode})")
+        graph = captured(mode)
+        if graph.digest not in known:
+            known.add(graph.digest)
+            progress("applying the sharding rules")
+            space = build_space(graph)
+            alone = on_each_kind(space, cluster, states)
+            yield Trial(mode=mode, graph=graph, space=space, alone=alone)
+
+
+def _by_rough_step(
+    trials: Iterator[Trial], cluster: Cluster, states: int, options: PlanOptions
+) -> list[Trial]:
+    """Return the modes that may be fastest, those with the least rough steps first.
+
+    Modes after one that takes hardly longer than on devices with unlimited memory are not made.
+    """
+    tried, best_s = list[Trial](), NEVER
+    for trial in trials:
+        tried.append(trial)
+        whole = first_synthesizer(trial.space, cluster, states, options)
+        alone = options.all_devices or options.mesh
+        kind = () if alone else fastest_kind(whole, options.kept_ranks(cluster))
+        trial.searches = [whole, *([whole.on(cluster.keep(kind))] if kind else [])]
+        try:
+            trial.rough = each(_roughly, trial.searches, apart=whole.is_long)
+        except TooEntangledError:
+            return tried  # each one is searched in full
+        if len(tried) > 1:
+            _price(trial, min(best_s, trial.fits_s))
+        best_s = min(best_s, trial.fits_s)
+        if trial.free_s >= WORTH * best_s:
+            break
+    if len(tried) > 1:
+        _price(tried[0], best_s)
+    return sorted(tried, key=lambda t: t.fits_s)
+
+
+def _roughly(synthesizer: Synthesizer) -> Rough:
+    """Search once, without a price of memory."""
+    first = synthesizer.first
+    balanced = synthesizer.judge(first.program, synthesizer.balance(first))
+    fitting = [
+        c.estimated_objective[1] for c in (first, balanced) if not c.serial_lacking_bytes.any()
+    ]
+    return Rough(free_s=first.estimated_objective[1], fits_s=min(fitting, default=NEVER))
+
+
+def _price(trial: Trial, best_s: float) -> None:
+    """Search with prices of memory where no program fits, unless the free one is no faster than ``best_s``."""
+    numbers = [
+        k for k, rough in enumerate(trial.rough)
+        if rough.fits_s == NEVER and rough.free_s < WORTH * best_s
+    ]  # fmt: skip
+    searches = [trial.searches[k] for k in numbers]
+    steps = each(_priced_s, searches, apart=trial.searches[0].is_long)
+    for k, seconds in zip(numbers, steps, strict=True):
+        trial.rough[k].fits_s = seconds
+
+
+def _priced_s(synthesizer: Synthesizer) -> float:
+    """Return the seconds of a program that fits, under the first shares or balanced ones."""
+    pair = synthesizer.search(next(synthesizer.starts()))
+    balanced = synthesizer.judge(pair.program, synthesizer.balance(pair))
+    lacking, seconds = fastest([pair, balanced]).estimated_objective
+    return NEVER if lacking else seconds
+
+
+def _best(found: Sequence[Found]) -> Found:
+    return min(found, key=lambda f: f[1].prediction.step_s)
+
+
+def _short_of_memory(pair: PlannedPair) -> bool:
+    """Whether the step would be clearly shorter on devices with unlimited memory."""
+    return pair.free_s < WORTH * pair.prediction.step_s
+
+
+def _may_be_faster(trial: Trial, best: Trial, pair: PlannedPair, cluster: Cluster) -> bool:
+    """Whether a mode deserves a search in full, beside the best plan so far."""
+    step_s = pair.prediction.step_s
+    if trial.rough:
+        return trial.fits_s < step_s
+    return pair.free_s + more_seconds(best, trial, cluster) < WORTH * step_s
+
+
+def on_each_kind(space: Space, cluster: Cluster, states: int) -> list[Candidate]:
+    """The whole step on one device of each kind."""
+    first_ranks = [ranks[0] for ranks in cluster.types()]
+    return [Synthesizer(space, cluster.only(rank), states).first for rank in first_ranks]
+
+
+def least_bytes(alone: Sequence[Candidate]) -> float:
+    """Bytes that all devices together hold at once under any program: those of one device alone.
+
+    A program on several devices runs the same operators in the same order, and splits tensors or copies
+    them.
+
+    Args:
+        alone: the result of :func:`on_each_kind`.
+    """
+    return min(float(pair.serial.peak_bytes.sum()) for pair in alone)
+
+
+def more_seconds(before: Trial, after: Trial, cluster: Cluster) -> float:
+    """Seconds that more recomputation takes at least, if all devices share it ideally."""
+    speed = before.space.hardware(cluster).speed
+    parts = [speed[ranks[0]] / speed.sum() for ranks in cluster.types()]
+    steps = zip(before.alone, after.alone, strict=True)
+    more = [b.serial.step_s - a.serial.step_s for a, b in steps]
+    return min(float(part) * seconds for part, seconds in zip(parts, more, strict=True))
+
+
+def _name(mode: str) -> str:
+    return f"recomputing ({mode})" if mode else "without recomputation"
