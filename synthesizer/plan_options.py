@@ -20,8 +20,8 @@ class PlanOptions:
         mesh: plan over two axes, between machines and inside them (True), over one (False), or
             both where the cluster allows it, to take the better one (None).
         recompute: activations that the backward recomputes, a mode of
-            :data:`hap.capture.recompute.WAYS` or ``""`` for none; None: none, unless no program
-            fits the memory without.
+            :data:`hap.capture.recompute.WAYS` or ``""`` for none; None: none, unless memory is short,
+            and recomputing is faster or nothing fits without it.
         compare: also plan the baselines that are not planned by default.
         engine: the search engine, a name in :data:`hap.synthesizer.search.engines.ENGINES`.
         prove: searches to spend on a better lower bound of the step; the plan stays the same.

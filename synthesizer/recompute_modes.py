@@ -14,10 +14,11 @@ from hap.background import each
 from hap.cluster.topology import Cluster
 from hap.errors import InfeasibleError, PlanningStopped, TooEntangledError
 from hap.ir.graph import Graph
+from hap.ir.prediction import Alternative
 from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.device_selection import fastest_kind
 from hap.synthesizer.plan_options import PlanOptions
-from hap.synthesizer.plan_prediction import row_of
+from hap.synthesizer.plan_prediction import alternatives, row_of
 from hap.synthesizer.planner import PlannedPair, Progress, choose_in_space, first_synthesizer
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.synthesize import Synthesizer
@@ -44,7 +45,7 @@ class Trial:
     """A recompute mode, and what is known of it.
 
     ``alone``: the whole step on one device of each kind. ``searches``: the one on all devices, and the one on
-    the fastest kind; ``rough`` has their short searches.
+    the fastest kind; ``rough`` has their short searches. ``shown``: the program on all devices.
     """
 
     mode: str
@@ -53,6 +54,7 @@ class Trial:
     alone: Sequence[Candidate]
     searches: Sequence[Synthesizer] = ()
     rough: list[Rough] = field(default_factory=list)
+    shown: Candidate | None = None
 
     @property
     def free_s(self) -> float:
@@ -119,9 +121,18 @@ def choose_for_model(
     if not found and error:
         raise error
     best, pair = _best(found)
-    rows = [row_of(_name(t.mode), p.prediction) for t, p in found if t is not best]
+    rows = [row for trial in every if trial is not best for row in _rows(trial, found)]
     shown = replace(pair.prediction, alternatives=(*rows, *pair.prediction.alternatives))
     return best.graph, best.mode, replace(pair, prediction=shown)
+
+
+def _rows(trial: Trial, found: Sequence[Found]) -> Sequence[Alternative]:
+    """Return the row of another mode: of its plan, or of its short search."""
+    name = f"recomputing ({trial.mode})" if trial.mode else "without recomputation"
+    if pairs := [pair for each, pair in found if each is trial]:
+        return [row_of(name, pairs[0].prediction)]
+    known = {name: trial.shown} if trial.shown else {}
+    return alternatives(trial.graph, known, {}, {name: "by a short search"})
 
 
 def _trials(
@@ -158,14 +169,15 @@ def _by_rough_step(
         trial.searches = [whole, *([whole.on(cluster.keep(kind))] if kind else [])]
         try:
             trial.rough = each(_roughly, trial.searches, apart=whole.is_long)
-        except TooEntangledError:
-            return tried  # each one is searched in full
+        except TooEntangledError:  # it is searched in full if no other mode fits
+            break
+        trial.shown = whole.first
         if len(tried) > 1:
             _price(trial, min(best_s, trial.fits_s))
         best_s = min(best_s, trial.fits_s)
         if trial.free_s >= WORTH * best_s:
             break
-    if len(tried) > 1:
+    if len(tried) > 1 and tried[0].rough:
         _price(tried[0], best_s)
     return sorted(tried, key=lambda t: t.fits_s)
 
@@ -190,6 +202,8 @@ def _price(trial: Trial, best_s: float) -> None:
     steps = each(_priced_s, searches, apart=trial.searches[0].is_long)
     for k, seconds in zip(numbers, steps, strict=True):
         trial.rough[k].fits_s = seconds
+    if 0 in numbers:  # in this process
+        trial.shown = searches[0].search(next(searches[0].starts()))
 
 
 def _priced_s(synthesizer: Synthesizer) -> float:
@@ -212,7 +226,7 @@ def _short_of_memory(pair: PlannedPair) -> bool:
 def _may_be_faster(trial: Trial, best: Trial, pair: PlannedPair, cluster: Cluster) -> bool:
     """Whether a mode deserves a search in full, beside the best plan so far."""
     step_s = pair.prediction.step_s
-    if trial.rough:
+    if trial.searches:  # also false for a graph that is too entangled for a short search
         return trial.fits_s < step_s
     return pair.free_s + more_seconds(best, trial, cluster) < WORTH * step_s
 
@@ -242,7 +256,3 @@ def more_seconds(before: Trial, after: Trial, cluster: Cluster) -> float:
     steps = zip(before.alone, after.alone, strict=True)
     more = [b.serial.step_s - a.serial.step_s for a, b in steps]
     return min(float(part) * seconds for part, seconds in zip(parts, more, strict=True))
-
-
-def _name(mode: str) -> str:
-    return f"recomputing ({mode})" if mode else "without recomputation"

@@ -86,7 +86,7 @@ def _command(
 @click.option(
     "--recompute",
     type=click.Choice(["none", "cheap", "blocks"]),
-    help="Activations that the backward recomputes.  [default: none, unless memory requires it]",
+    help="Activations that the backward recomputes.  [default: what is fastest within the memory]",
 )
 @click.option(
     "--prove",

@@ -46,6 +46,8 @@ _ORIGINS = {
     "replicated": "without a rule, run in full by every rank",
 }
 
+_RECOMPUTED = {"cheap": "all but products and attention of each block", "blocks": "each block"}
+
 
 def plan_screen(plan: Plan, path: str = "plan.json", *, compare: bool = False) -> RenderableType:
     """Return the screen of a plan in the file ``path``.
@@ -105,6 +107,8 @@ def _model(plan: Plan) -> RenderableType:
     own = [op for op, lines in plan.graph.rules.items() if not rule_origin(lines) and "(" not in op]
     if own:
         text.append(f"\nrules of the model file: {', '.join(own)}")
+    if again := _RECOMPUTED.get(plan.recipe.recompute):
+        text.append(f"\nthe backward computes {again} again, which saves memory")
     if plan.recipe.gradients:
         dtype = ROUNDINGS[plan.recipe.gradients].dtype
         text.append(
