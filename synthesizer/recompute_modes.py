@@ -102,25 +102,27 @@ def choose_for_model(
         found.append((trial, pair))
 
     trials = possible()
-    known = [] if options.stages else _by_rough_step(trials, cluster, optimizer_states, options)
-    for trial in itertools.chain(known, trials):
-        if not found or _may_be_faster(trial, *_best(found), cluster):
-            try:
-                search(trial)
-            except InfeasibleError as failed:
-                error = error or failed
-            except PlanningStopped as stop:
-                if not found:
-                    raise
-                best, pair = _best(found)
-                found = [(best, replace(pair, stopped=str(stop)))]
-        if found and (found[-1][1].stopped or not _short_of_memory(_best(found)[1])):
-            break
+    try:
+        known = [] if options.stages else _by_rough_step(trials, cluster, optimizer_states, options)
+        for trial in itertools.chain(known, trials):
+            if not found or _may_be_faster(trial, *_best(found), cluster):
+                try:
+                    search(trial)
+                except InfeasibleError as failed:
+                    error = error or failed
+            if found and (found[-1][1].stopped or not _short_of_memory(_best(found)[1])):
+                break
+    except PlanningStopped as stop:
+        if not found:
+            raise
+        best, pair = _best(found)
+        found.append((best, replace(pair, stopped=str(stop))))
     if not found and not error:
         search(every[-1])  # says which device lacks how much
     if not found and error:
         raise error
     best, pair = _best(found)
+    pair = replace(pair, stopped=found[-1][1].stopped)
     rows = [row for trial in every if trial is not best for row in _rows(trial, found)]
     shown = replace(pair.prediction, alternatives=(*rows, *pair.prediction.alternatives))
     return best.graph, best.mode, replace(pair, prediction=shown)
@@ -172,12 +174,12 @@ def _by_rough_step(
         except TooEntangledError:  # it is searched in full if no other mode fits
             break
         trial.shown = whole.first
-        if len(tried) > 1:
+        if trial.mode:  # without recomputation it may not be worth it
             _price(trial, min(best_s, trial.fits_s))
         best_s = min(best_s, trial.fits_s)
         if trial.free_s >= WORTH * best_s:
             break
-    if len(tried) > 1 and tried[0].rough:
+    if len(tried) > 1 and tried[0].rough and not tried[0].mode:
         _price(tried[0], best_s)
     return sorted(tried, key=lambda t: t.fits_s)
 
