@@ -160,16 +160,21 @@ def _by_rough_step(
 ) -> list[Trial]:
     """Return the modes that may be fastest, those with the least rough steps first.
 
-    Modes after one that takes hardly longer than on devices with unlimited memory are not made.
+    Modes after one that takes hardly longer than on devices with unlimited memory are not made. If it is the
+    first possible one, or the only one, its search in full tells whether others may be faster.
     """
     tried, best_s = list[Trial](), NEVER
     for trial in trials:
         tried.append(trial)
+        if tried[0].mode or options.recompute is not None:
+            break
         whole = first_synthesizer(trial.space, cluster, states, options)
         alone = options.all_devices or options.mesh
         kind = () if alone else fastest_kind(whole, options.kept_ranks(cluster))
         trial.searches = [whole, *([whole.on(cluster.keep(kind))] if kind else [])]
         try:
+            if len(tried) == 1 and not whole.first.serial_lacking_bytes.any():
+                break
             trial.rough = each(_roughly, trial.searches, apart=whole.is_long)
         except TooEntangledError:  # it is searched in full if no other mode fits
             break
@@ -179,7 +184,7 @@ def _by_rough_step(
         best_s = min(best_s, trial.fits_s)
         if trial.free_s >= WORTH * best_s:
             break
-    if len(tried) > 1 and tried[0].rough and not tried[0].mode:
+    if len(tried) > 1:
         _price(tried[0], best_s)
     return sorted(tried, key=lambda t: t.fits_s)
 
@@ -187,11 +192,11 @@ def _by_rough_step(
 def _roughly(synthesizer: Synthesizer) -> Rough:
     """Search once, without a price of memory."""
     first = synthesizer.first
-    balanced = synthesizer.judge(first.program, synthesizer.balance(first))
-    fitting = [
-        c.estimated_objective[1] for c in (first, balanced) if not c.serial_lacking_bytes.any()
-    ]
-    return Rough(free_s=first.estimated_objective[1], fits_s=min(fitting, default=NEVER))
+    fitting = first
+    if first.serial_lacking_bytes.any():
+        fitting = synthesizer.judge(first.program, synthesizer.balance(first))
+    lacking, seconds = fitting.estimated_objective
+    return Rough(free_s=first.estimated_objective[1], fits_s=NEVER if lacking else seconds)
 
 
 def _price(trial: Trial, best_s: float) -> None:
