@@ -30,7 +30,7 @@ NEVER = float("inf")
 
 
 @dataclass(slots=True, kw_only=True)
-class Rough:
+class ShortSearch:
     """A short search on some devices: its first program, whatever memory it needs, and one that fits.
 
     ``fits_s``: :data:`NEVER` if none was found.
@@ -44,25 +44,25 @@ class Rough:
 class Trial:
     """A recompute mode, and what is known of it.
 
-    ``alone``: the whole step on one device of each kind. ``searches``: the one on all devices, and the one on
-    the fastest kind; ``rough`` has their short searches. ``shown``: the program on all devices.
+    ``alone``: the whole step on one device of each kind. ``synthesizers``: the search on all devices, and the one on
+    the fastest kind; ``short`` has what they found at first. ``shown``: the program on all devices.
     """
 
     mode: str
     graph: Graph
     space: Space
     alone: Sequence[Candidate]
-    searches: Sequence[Synthesizer] = ()
-    rough: list[Rough] = field(default_factory=list)
+    synthesizers: Sequence[Synthesizer] = ()
+    short: list[ShortSearch] = field(default_factory=list)
     shown: Candidate | None = None
 
     @property
     def free_s(self) -> float:
-        return min(r.free_s for r in self.rough)
+        return min(r.free_s for r in self.short)
 
     @property
     def fits_s(self) -> float:
-        return min((r.fits_s for r in self.rough), default=NEVER)
+        return min((r.fits_s for r in self.short), default=NEVER)
 
 
 Found = tuple[Trial, PlannedPair]
@@ -97,13 +97,15 @@ def choose_for_model(
                 yield trial
 
     def search(trial: Trial) -> None:
-        whole = trial.searches[0] if trial.searches else None
+        whole = trial.synthesizers[0] if trial.synthesizers else None
         pair = choose_in_space(trial.space, cluster, optimizer_states, options, progress, whole)
         found.append((trial, pair))
 
     trials = possible()
     try:
-        known = [] if options.stages else _by_rough_step(trials, cluster, optimizer_states, options)
+        known = (
+            [] if options.stages else _by_short_searches(trials, cluster, optimizer_states, options)
+        )
         for trial in itertools.chain(known, trials):
             if not found or _may_be_faster(trial, *_best(found), cluster):
                 try:
@@ -155,10 +157,10 @@ def _trials(
             yield Trial(mode=mode, graph=graph, space=space, alone=alone)
 
 
-def _by_rough_step(
+def _by_short_searches(
     trials: Iterator[Trial], cluster: Cluster, states: int, options: PlanOptions
 ) -> list[Trial]:
-    """Return the modes that may be fastest, those with the least rough steps first.
+    """Return the modes that may be fastest, those with the shortest steps first.
 
     Modes after one that takes hardly longer than on devices with unlimited memory are not made. If it is the
     first possible one, or the only one, its search in full tells whether others may be faster.
@@ -171,11 +173,11 @@ def _by_rough_step(
         whole = first_synthesizer(trial.space, cluster, states, options)
         alone = options.all_devices or options.mesh
         kind = () if alone else fastest_kind(whole, options.kept_ranks(cluster))
-        trial.searches = [whole, *([whole.on(cluster.keep(kind))] if kind else [])]
+        trial.synthesizers = [whole, *([whole.on(cluster.keep(kind))] if kind else [])]
         try:
             if len(tried) == 1 and not whole.first.serial_lacking_bytes.any():
                 break
-            trial.rough = each(_roughly, trial.searches, apart=whole.is_long)
+            trial.short = each(_short_search, trial.synthesizers, apart=whole.is_long)
         except TooEntangledError:  # it is searched in full if no other mode fits
             break
         trial.shown = whole.first
@@ -189,26 +191,26 @@ def _by_rough_step(
     return sorted(tried, key=lambda t: t.fits_s)
 
 
-def _roughly(synthesizer: Synthesizer) -> Rough:
+def _short_search(synthesizer: Synthesizer) -> ShortSearch:
     """Search once, without a price of memory."""
     first = synthesizer.first
     fitting = first
     if first.serial_lacking_bytes.any():
         fitting = synthesizer.judge(first.program, synthesizer.balance(first))
     lacking, seconds = fitting.estimated_objective
-    return Rough(free_s=first.estimated_objective[1], fits_s=NEVER if lacking else seconds)
+    return ShortSearch(free_s=first.estimated_objective[1], fits_s=NEVER if lacking else seconds)
 
 
 def _price(trial: Trial, best_s: float) -> None:
     """Search with prices of memory where no program fits, unless the free one is no faster than ``best_s``."""
     numbers = [
-        k for k, rough in enumerate(trial.rough)
-        if rough.fits_s == NEVER and rough.free_s < WORTH * best_s
+        k for k, found in enumerate(trial.short)
+        if found.fits_s == NEVER and found.free_s < WORTH * best_s
     ]  # fmt: skip
-    searches = [trial.searches[k] for k in numbers]
-    steps = each(_priced_s, searches, apart=trial.searches[0].is_long)
+    searches = [trial.synthesizers[k] for k in numbers]
+    steps = each(_priced_s, searches, apart=trial.synthesizers[0].is_long)
     for k, seconds in zip(numbers, steps, strict=True):
-        trial.rough[k].fits_s = seconds
+        trial.short[k].fits_s = seconds
     if 0 in numbers:  # in this process
         trial.shown = searches[0].search(next(searches[0].starts()))
 
@@ -233,7 +235,7 @@ def _short_of_memory(pair: PlannedPair) -> bool:
 def _may_be_faster(trial: Trial, best: Trial, pair: PlannedPair, cluster: Cluster) -> bool:
     """Whether a mode deserves a search in full, beside the best plan so far."""
     step_s = pair.prediction.step_s
-    if trial.searches:  # also false for a graph that is too entangled for a short search
+    if trial.synthesizers:  # also false for a graph that is too entangled for a short search
         return trial.fits_s < step_s
     return pair.free_s + more_seconds(best, trial, cluster) < WORTH * step_s
 
