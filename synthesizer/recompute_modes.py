@@ -162,13 +162,12 @@ def _by_short_searches(
 ) -> list[Trial]:
     """Return the modes that may be fastest, those with the shortest steps first.
 
-    Modes after one that takes hardly longer than on devices with unlimited memory are not made. If it is the
-    first possible one, or the only one, its search in full tells whether others may be faster.
+    Modes after one that takes hardly longer than on devices with unlimited memory are not made.
     """
     tried, best_s = list[Trial](), NEVER
     for trial in trials:
         tried.append(trial)
-        if tried[0].mode or options.recompute is not None:
+        if options.recompute is not None:
             break
         whole = first_synthesizer(trial.space, cluster, states, options)
         alone = options.all_devices or options.mesh
@@ -186,7 +185,7 @@ def _by_short_searches(
         best_s = min(best_s, trial.fits_s)
         if trial.free_s >= WORTH * best_s:
             break
-    if len(tried) > 1:
+    if len(tried) > 1 and not tried[0].mode:
         _price(tried[0], best_s)
     return sorted(tried, key=lambda t: t.fits_s)
 

@@ -81,7 +81,8 @@ def test_the_mode_is_the_fastest_that_fits(part: float, mode: str | None) -> Non
         assert all(r.peak_bytes <= r.memory_bytes for r in plan.prediction.ranks)
         others = {a.name: a for a in plan.prediction.alternatives if "recomp" in a.name}
         assert all(not a.fits or a.step_s >= plan.prediction.step_s for a in others.values())
-        assert set(others) == ({"without recomputation"} if part == 0.8 else set())
+        rows = {0.8: {"without recomputation"}, 0.6: {"recomputing (cheap)"}}
+        assert set(others) == rows.get(part, set())
         said = screen(plan)
         assert ("which saves memory" in said) == bool(mode)
         assert set(others) <= {line.split("  ")[1] for line in said.splitlines() if "  " in line}
