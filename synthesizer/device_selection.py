@@ -58,7 +58,8 @@ class PartTask:
         """Return the estimated objective of the search's first pair, without waiting for its end."""
         with contextlib.suppress(HapError):  # no program there is no rival
             said = self.process.first()
-            pair = self.synthesizer.judge(*said) if said else self.synthesizer.first
+            here = self.synthesizer
+            pair = here.judge(*said) if said else here.search(next(here.starts()))
             self.first = Selection(synthesizer=self.synthesizer, pair=pair, left=self.left)
             self.tell(pair.objective)
         return self.first.pair.estimated_objective if self.first else None

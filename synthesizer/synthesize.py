@@ -209,8 +209,9 @@ class Synthesizer:
                 alternate(found[-1].shares, "a part of the cluster")
 
     def searched(self, caller: Caller) -> Searched:
-        """Return the best pair in a form for another process; say the first one before."""
-        caller.tell((self.first.program, self.first.shares))
+        """Return the best pair for another process; say the first one that fits before."""
+        first = self.search(next(self.starts()))
+        caller.tell((first.program, first.shares))
         best = self.best()
         return Searched(
             program=best.program, shares=best.shares, gap=self.gap, exponent=self.exponent,
@@ -293,9 +294,8 @@ class Synthesizer:
         """
         if self._latest and self._latest[0] == shares:
             return self._latest[1]
-        best = self._search(shares, beat)
-        self._latest = dict(shares), best
-        return best
+        self._latest = dict(shares), self._search(shares, beat)
+        return self._latest[1]
 
     def _search(self, shares: Shares, beat: Objective | None) -> Candidate:
         if self._short is None:
