@@ -55,7 +55,8 @@ class PlannedPair:
     ``pair`` is over ``cluster``, the given one without the ranks ``left`` out. With a program
     ``between`` machines ``pair`` is the one inside, and ``cost`` prices it. A ``pipeline`` replaces
     ``pair``. ``stopped`` says what ended the search early; such a pair has no lower bounds.
-    ``free_s``: seconds of the best program that was found first, whatever memory it needs.
+    ``free_s``: seconds of the first program on all devices, whatever memory it needs, or of the first one that
+    fits the fastest kind, if that is faster.
     """
 
     cluster: Cluster
@@ -218,10 +219,9 @@ def _searched(
     """
     space, cluster, graph = synthesizer.space, synthesizer.cluster, synthesizer.space.graph
     best = synthesizer.best(progress, tasks.part.rival if tasks.part else None)
-    first = [
-        synthesizer.first,
-        *([tasks.part.first.pair] if tasks.part and tasks.part.first else []),
-    ]
+    first = [synthesizer.first]
+    if tasks.part and tasks.part.first:
+        first.append(tasks.part.first.pair)
     free_s = min(pair.estimated_objective[1] for pair in first)
     known.append(Selection(synthesizer=synthesizer, pair=best))
     progress("judging the alternatives")

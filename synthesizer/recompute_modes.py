@@ -1,7 +1,7 @@
 """Choose how much the backward recomputes: where nothing fits the memory, and where the step gets shorter.
 
-What fits without recomputation may have to gather its parameters again and again. A backward that
-recomputes cheap operators can leave room for a faster program.
+A program that fits without recomputation may have to gather its parameters again and again. A backward
+that recomputes cheap operators can leave room for a faster program.
 """
 
 from __future__ import annotations
