@@ -103,11 +103,11 @@ def choose_for_model(
 
     trials = possible()
     try:
-        known = (
-            [] if options.stages else _by_short_searches(trials, cluster, optimizer_states, options)
-        )
+        known = _by_short_searches(trials, cluster, optimizer_states, options)
+        if not options.stages:
+            known.sort(key=lambda t: t.fits_s)
         for trial in itertools.chain(known, trials):
-            if not found or _may_be_faster(trial, *_best(found), cluster):
+            if not found or _may_be_faster(trial, *_best(found), cluster, options):
                 try:
                     search(trial)
                 except InfeasibleError as failed:
@@ -125,16 +125,18 @@ def choose_for_model(
         raise error
     best, pair = _best(found)
     pair = replace(pair, stopped=found[-1][1].stopped)
-    rows = [row for trial in every if trial is not best for row in _rows(trial, found)]
+    others = [trial for trial in every if trial is not best]
+    rows = [row for trial in others for row in _rows(trial, found, options)]
     shown = replace(pair.prediction, alternatives=(*rows, *pair.prediction.alternatives))
     return best.graph, best.mode, replace(pair, prediction=shown)
 
 
-def _rows(trial: Trial, found: Sequence[Found]) -> Sequence[Alternative]:
+def _rows(trial: Trial, found: Sequence[Found], options: PlanOptions) -> Sequence[Alternative]:
     """Return the row of another mode: of its plan, or of its short search."""
     name = f"recomputing ({trial.mode})" if trial.mode else "without recomputation"
     if pairs := [pair for each, pair in found if each is trial]:
         return [row_of(name, pairs[0].prediction)]
+    name = f"{name}, without stages" if options.stages else name
     known = {name: trial.shown} if trial.shown else {}
     return alternatives(trial.graph, known, {}, {name: "by a short search"})
 
@@ -160,7 +162,7 @@ def _trials(
 def _by_short_searches(
     trials: Iterator[Trial], cluster: Cluster, states: int, options: PlanOptions
 ) -> list[Trial]:
-    """Return the modes that may be fastest, those with the shortest steps first.
+    """Return the modes that may be fastest without stages, in their order.
 
     Modes after one that takes hardly longer than on devices with unlimited memory are not made.
     """
@@ -187,7 +189,7 @@ def _by_short_searches(
             break
     if len(tried) > 1 and not tried[0].mode:
         _price(tried[0], best_s)
-    return sorted(tried, key=lambda t: t.fits_s)
+    return tried
 
 
 def _short_search(synthesizer: Synthesizer) -> ShortSearch:
@@ -231,11 +233,16 @@ def _short_of_memory(pair: PlannedPair) -> bool:
     return pair.free_s < WORTH * pair.prediction.step_s
 
 
-def _may_be_faster(trial: Trial, best: Trial, pair: PlannedPair, cluster: Cluster) -> bool:
+def _may_be_faster(
+    trial: Trial, best: Trial, pair: PlannedPair, cluster: Cluster, options: PlanOptions
+) -> bool:
     """Whether a mode deserves a search in full, beside the best plan so far."""
     step_s = pair.prediction.step_s
-    if trial.synthesizers:  # also false for a graph that is too entangled for a short search
-        return trial.fits_s < step_s
+    if trial.synthesizers:
+        if trial.fits_s < step_s:
+            return True
+        if not options.stages:  # or the graph is too entangled for a short search
+            return False
     return pair.free_s + more_seconds(best, trial, cluster) < WORTH * step_s
 
 
