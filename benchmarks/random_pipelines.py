@@ -44,15 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             assert plan.stages is not None
             delay = plan.stages.stages[0].delay
             again = sum(stage.recompute for stage in plan.stages.stages)
+            gathering = sum(stage.gather_each for stage in plan.stages.stages)
             rows.append(
                 (
                     family, str(seed), ranks, str(plan.microbatches), str(delay), str(again),
-                    worst(found),
+                    str(gathering), worst(found),
                 )
             )  # fmt: skip
     head = (
         "family", "seed", "ranks per stage", "microbatches", "delay of weights",
-        "stages that run forwards again", "difference",
+        "stages that run forwards again", "stages that gather in each microbatch", "difference",
     )  # fmt: skip
     emit(table(head, rows))
     emit(f"{len(rows) - failed} of {len(rows)} plans compute what one device does")

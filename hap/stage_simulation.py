@@ -67,6 +67,7 @@ def stage_figures(plan: Plan) -> list[StageFigures]:
         figures(
             part, stage.program, stage.shares, cost.hardware, plan.optimizer.states,
             plan.microbatches, stage.in_flight, stage.delay, stage.recompute,
+            stage.gather_each,
         )
         for part, stage, cost in stage_costs(plan)
     ]  # fmt: skip

@@ -15,12 +15,15 @@ from hap.cluster.topology import Cluster
 from hap.errors import InfeasibleError, PlanningStopped, TooEntangledError
 from hap.ir.graph import Graph
 from hap.ir.prediction import Alternative
+from hap.ir.regather import backward_alias_of
+from hap.synthesizer.accumulation import accumulated, bound
 from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.device_selection import fastest_kind
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import alternatives, row_of
 from hap.synthesizer.planner import PlannedPair, Progress, choose_in_space, first_synthesizer
 from hap.synthesizer.search.program_space import Space, build_space
+from hap.synthesizer.stages.stage_prediction import predict_pipeline
 from hap.synthesizer.synthesize import Synthesizer
 
 WORTH = 0.9
@@ -119,16 +122,53 @@ def choose_for_model(
             raise
         best, pair = _best(found)
         found.append((best, replace(pair, stopped=str(stop))))
+    before = _best(found)[0] if found else None
+    if in_parts := _accumulated(every, found, cluster, optimizer_states, options, progress):
+        found.append(in_parts)
     if not found and not error:
         search(every[-1])  # says which device lacks how much
     if not found and error:
         raise error
     best, pair = _best(found)
     pair = replace(pair, stopped=found[-1][1].stopped)
-    others = [trial for trial in every if trial is not best]
+    others = [trial for trial in every if trial not in (best, before)]
     rows = [row for trial in others for row in _rows(trial, found, options)]
     shown = replace(pair.prediction, alternatives=(*rows, *pair.prediction.alternatives))
     return best.graph, best.mode, replace(pair, prediction=shown)
+
+
+def _accumulated(
+    every: Sequence[Trial], found: Sequence[Found], cluster: Cluster, states: int,
+    options: PlanOptions, progress: Progress,
+) -> Found | None:  # fmt: skip
+    """Return the step in microbatches, if nothing fits without, or if it is clearly faster where memory is short."""
+    if options.stages or options.pins or options.allow or options.mesh:
+        return None
+    used, limit_s, rows = tuple(range(cluster.world_size)), NEVER, tuple[Alternative, ...]()
+    if found:
+        trial, pair = _best(found)
+        if found[-1][1].stopped or not _short_of_memory(pair):
+            return None
+        used = tuple(r for r in used if r not in pair.left)
+        limit_s = WORTH * pair.prediction.step_s
+        note = f"recomputing ({trial.mode})" if trial.mode else ""
+        row = replace(row_of("without microbatches", pair.prediction), note=note)
+        rows = row, *pair.prediction.alternatives
+    progress("memory is short: searching microbatches")
+    # Under autocast a backward gathers weights again only if it casts them again.
+    trials = sorted(every, key=lambda t: -len(backward_alias_of(t.graph)))
+    made = accumulated([t.space for t in trials], cluster, states, options, used, limit_s)
+    if made is None:
+        return None
+    number, pipeline = made
+    trial = trials[number]
+    whole = first_synthesizer(trial.space, cluster, states, options)
+    proof = bound(pipeline, trial.space, states)
+    return trial, PlannedPair(
+        cluster=pipeline.cluster, left=pipeline.left, pair=whole.first, between=None,
+        pipeline=pipeline, cost=whole.cost(whole.first),
+        prediction=predict_pipeline(pipeline, rows, (proof,)),
+    )  # fmt: skip
 
 
 def _rows(trial: Trial, found: Sequence[Found], options: PlanOptions) -> Sequence[Alternative]:

@@ -85,6 +85,7 @@ def random_staged_plan(
                 in_flight=ahead,
                 delay=delay,
                 recompute=rng.random() < 0.3,
+                gather_each=buckets.random() < 0.5,
             )
         )
     return Plan(

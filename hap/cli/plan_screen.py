@@ -191,6 +191,7 @@ def _inside_stages(stages: PipelineStages) -> Iterator[RenderableType]:
 def _extras(stage: Stage) -> str:
     """Return what a stage does beside its turns, for people."""
     found = ["recomputes its forward"] if stage.recompute else []
+    found += ["gathers weights in each microbatch"] if stage.gather_each else []
     if stage.delay:
         s = "" if stage.delay == 2 else "es"
         later = f", {stage.delay - 1} microbatch{s} later" if stage.delay > 1 else ""

@@ -201,6 +201,7 @@ class _Variant:
         return figures(
             self.parts[number], stage.program, stage.shares, self.hardware(number),
             self.plan.optimizer.states, self.count, stage.in_flight, stage.delay, stage.recompute,
+            stage.gather_each,
         )  # fmt: skip
 
     def _seconds(self, found: Sequence[StageFigures]) -> list[StageSeconds]:

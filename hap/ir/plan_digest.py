@@ -15,6 +15,7 @@ def program_digest(plan: Plan) -> str:
         found += f"/{inner.program.schedule_digest}/{sorted(inner.shares.items())}"
     for stage in plan.stages.stages if plan.stages else ():
         found += f"/{stage.ranks}/{stage.in_flight}/{stage.delay}/{stage.recompute}"
+        found += "/gather_each" * stage.gather_each
         found += f"/{stage.program.schedule_digest}/{sorted(stage.shares.items())}"
     return found
 

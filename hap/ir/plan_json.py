@@ -80,6 +80,7 @@ def pack_stages(stages: PipelineStages) -> dict[str, Any]:
                 "ranks": list(stage.ranks), "in_flight": stage.in_flight,
                 **({"delay": stage.delay} if stage.delay else {}),
                 **({"recompute": True} if stage.recompute else {}),
+                **({"gather_each": True} if stage.gather_each else {}),
                 "program": stage.program.to_json(),
                 "shares": {name: list(units) for name, units in stage.shares.items()},
             }
@@ -103,6 +104,7 @@ def unpack_stages(data: Any) -> PipelineStages:
                 in_flight=read_count(stage["in_flight"], f"the microbatches in flight of {where}"),
                 delay=read_count(stage.get("delay", 0), f"the delay of {where}"),
                 recompute=read_flag(stage.get("recompute", False), f"recompute of {where}"),
+                gather_each=read_flag(stage.get("gather_each", False), f"gather_each of {where}"),
             )
         )
     cuts = tuple(read_text(c, "a cut") for c in read_list(fields["cuts"], "the cuts"))

@@ -29,7 +29,8 @@ class Stage:
     ``shares`` has an entry per rank of the stage; ``in_flight`` is the largest number of microbatches
     whose activations it holds. ``delay`` is that of its gradients of weights: see
     :func:`hap.ir.pipeline_order.turns`. With ``recompute`` it keeps no results of a forward, and runs the
-    forward of a microbatch again before its backward.
+    forward of a microbatch again before its backward. With ``gather_each`` it runs
+    :func:`hap.ir.weight_gathers.forward_gathers` in each microbatch, otherwise once per step.
     """
 
     ranks: tuple[int, ...]
@@ -38,6 +39,7 @@ class Stage:
     in_flight: int
     delay: int = 0
     recompute: bool = False
+    gather_each: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,7 +96,11 @@ class PipelineStage:
         self._stage, self._graph = plan.stages.stages[self._number], graphs[self._number]
         delayed = self._stage.delay > 0
         self._layout = layout_of(
-            self._graph, self._stage.program, delayed=delayed, world_size=len(self._stage.ranks)
+            self._graph,
+            self._stage.program,
+            delayed=delayed,
+            world_size=len(self._stage.ranks),
+            gather_each=self._stage.gather_each,
         )
         self._transfers = [t for t in transfers if self._number in (t.src, t.dst)]
         self._receiving = receive_stream(device)

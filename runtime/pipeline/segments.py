@@ -19,6 +19,7 @@ from hap.ir.placement import P
 from hap.ir.program import Compute, Convert, Program, Value
 from hap.ir.returned_sums import returned_conversions
 from hap.ir.shared_pieces import in_pieces
+from hap.ir.weight_gathers import forward_gathers
 from hap.runtime.compiled import Library, executable
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
@@ -86,13 +87,15 @@ class SegmentLayout:
 
 
 def layout(
-    graph: Graph, program: Program, *, delayed: bool = False, world_size: int = 2
-) -> SegmentLayout:
+    graph: Graph, program: Program, *, delayed: bool = False, world_size: int = 2,
+    gather_each: bool = False,
+) -> SegmentLayout:  # fmt: skip
     """Return the segments of a stage's program.
 
     Args:
         delayed: gradients of weights have a segment of their own.
         world_size: ranks of the stage; one alone reduces nothing.
+        gather_each: the forward of each microbatch gathers the weights that it alone reads.
     """
     of_node = phases(graph)
     inputs = {i.tensor: i.role for i in graph.inputs}
@@ -107,6 +110,7 @@ def layout(
     split = in_pieces(graph, program, world_size)
     late = delayable(graph, program) if delayed else frozenset[int]()
     returned = returned_conversions(graph, program)
+    each = forward_gathers(graph, program) if gather_each else frozenset[int]()
     counts = {
         name for node in graph.nodes if of_node[node.name] is Phase.COUNT for name in node.inputs
     }
@@ -122,6 +126,8 @@ def layout(
             segment = _segment(of_node[step.node], step.backward)
             if segment is StageSegment.ONCE or segment >= StageSegment.END:
                 segment = max([segment, *(segment_of[v] for v in step.reads(graph))])
+        elif k in each:
+            segment = StageSegment.FORWARD
         elif k in returned and segment_of[step.reads(graph)[0]] in (
             *PER_PART,
             StageSegment.RETURNED,

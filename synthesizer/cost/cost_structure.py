@@ -98,8 +98,15 @@ class CostStructure:
 
     def live_until(self, until: Sequence[int]) -> LiveRanges:
         """Return the live ranges if each group holds its inputs until another has run."""
-        busy = [*dict.fromkeys([*self.converts, *(at for at, _, _ in self.chunked)])]
-        return LiveRanges(self.storages, self.bounds, until, busy)
+        return LiveRanges(self.storages, self.bounds, until, self._busy)
+
+    def live_throughout(self, numbers: Collection[int]) -> LiveRanges:
+        """Return the live ranges if what some instructions allocate exists from the start to the end."""
+        return LiveRanges(self.storages, self.bounds, range(len(self.bounds)), self._busy, numbers)
+
+    @property
+    def _busy(self) -> list[int]:
+        return [*dict.fromkeys([*self.converts, *(at for at, _, _ in self.chunked)])]
 
     def work(self, graph: Graph, program: Program, cost: Prices) -> ComputingClasses:
         """Return the classes of computing; made when they are first read."""

@@ -8,7 +8,7 @@ memory models follow it: :mod:`hap.synthesizer.cost.peak_memory` by groups of in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -95,6 +95,7 @@ class LiveRanges:
         until: per group, the last group that begins before it has ended: itself, or a later one
             if it communicates meanwhile. A group holds its inputs until then.
         busy: groups that hold more than tensors while they run.
+        throughout: instructions whose storages exist from the start to the end.
 
     Attributes:
         first, last: per storage, the group that allocates it and the last that holds it.
@@ -105,8 +106,9 @@ class LiveRanges:
     """
 
     def __init__(
-        self, found: Sequence[Storage], bounds: Bounds, until: Sequence[int], busy: Sequence[int]
-    ) -> None:
+        self, found: Sequence[Storage], bounds: Bounds, until: Sequence[int], busy: Sequence[int],
+        throughout: Collection[int] = (),
+    ) -> None:  # fmt: skip
         end = len(bounds)
         group_of = np.repeat(np.arange(end), [b - a for a, b in bounds])
         held = np.asarray(until, dtype=np.int64)
@@ -115,7 +117,9 @@ class LiveRanges:
         readers = np.array([at for s in found for at in s.reads], dtype=np.int64)
         read = np.repeat(np.arange(len(found)), [len(s.reads) for s in found])
         np.maximum.at(self.last, read, held[group_of][readers])
-        self.last[np.array([s.kept for s in found], dtype=bool)] = end
+        always = np.array([s.born in throughout for s in found], dtype=bool)
+        self.first[always] = 0
+        self.last[always | np.array([s.kept for s in found], dtype=bool)] = end
         ends = np.minimum(self.last + 2, end + 1)
         running = np.array(busy, dtype=np.int64)
         starts, stops = running + 1, held[running] + 2

@@ -8,7 +8,7 @@ largest buffers of those under way count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +40,7 @@ Buffers = Callable[[Sequence[Instruction]], PerRank]
 
 def memory(
     graph: Graph, program: Program, cost: Prices, buffers: Buffers | None = None,
-    until: Until = None, *, updating: bool = True,
+    until: Until = None, *, updating: bool = True, throughout: Collection[int] = (),
 ) -> tuple[PerRank, PerRank]:  # fmt: skip
     """Return (stored bytes of parameters and optimizer states, peak bytes of the step) per rank.
 
@@ -48,11 +48,12 @@ def memory(
         updating: whether the optimizer's step follows.
         buffers: buffers of collectives, if the ranks of ``cost`` do not work together.
         until: the ends of collectives; default: none overlaps with computing.
+        throughout: instructions whose results exist from the start to the end.
     """
     structure = structure_of(graph, program, cost)
     given = _given(graph, structure, cost)
     columns = _columns(structure, cost, buffers)
-    live = _live(structure, until)
+    live = structure.live_throughout(throughout) if throughout else _live(structure, until)
     alive, own, between = _moments(program, cost, buffers, structure, live, columns, given)
     peak: PerRank = (alive + own + between).max(axis=0)[columns.of_rank]
     if updating:

@@ -244,7 +244,8 @@ class Problem:
         graph = self.space.graph
 
         def seconds(name: str, p: Placement) -> float:
-            return float(price @ self.cost.local_bytes(graph.tensors[name], p))
+            part = self.space.at_once.get(name, 1.0)
+            return part * float(price @ self.cost.local_bytes(graph.tensors[name], p))
 
         for name in graph.saved:
             key = self._held[name], self._alike(name)
@@ -327,7 +328,7 @@ class Problem:
     def at_once(self, tensor: str, made: Placement, holding: Holding) -> bool:
         """Return whether to reduce a gradient at once instead of at the end, as in ZeRO-2."""
         waiting = self._waiting_s(tensor, made, holding)
-        if not waiting:
+        if not waiting or tensor in self.space.summed:
             return False
         alone, fused = (self._cheapest(tensor, made, holding, fused=f)[0] for f in (False, True))
         return alone < fused + waiting

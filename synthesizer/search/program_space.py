@@ -51,6 +51,8 @@ class Space:
     """The rows, axes and holdings of which programs of ``graph`` are made.
 
     ``repeated``: how many times a step converts a tensor, where that is not once.
+    ``at_once``: the part of a saved tensor that is in memory at once, where the batch comes in microbatches.
+    ``summed``: sums over microbatches; their terms are in memory for the whole step.
     """
 
     graph: Graph
@@ -59,6 +61,8 @@ class Space:
     holdings: Mapping[str, tuple[Holding, ...]]
     sources: Mapping[str, tuple[Placement, ...]]
     repeated: Mapping[str, int] = field(default_factory=dict)
+    at_once: Mapping[str, float] = field(default_factory=dict)
+    summed: frozenset[str] = frozenset()
 
     @cached_property
     def _machines(self) -> dict[Cluster, HardwareModel]:
@@ -97,7 +101,8 @@ class Space:
         found = {}
         for name, t in self.graph.tensors.items():
             lie = [self.axes.of.get((name, d)) for d in range(len(t.shape))]
-            found[name] = _kind(kinds, (t.shape, t.dtype, self.repeated.get(name)), lie)
+            parts = self.repeated.get(name), self.at_once.get(name), name in self.summed
+            found[name] = _kind(kinds, (t.shape, t.dtype, parts), lie)
         return found
 
 

@@ -112,8 +112,8 @@ class StageEstimates:
         self._sent: dict[tuple[Ranks, Ranks], tuple[float, float]] = {}
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
         firsts = [kind.ranks[0] for kind in self.blocks.kinds]
-        hardware = HardwareModel(cluster, product_operations(over_time.graph))
-        self._firsts, self._speed = firsts, hardware.speed[firsts]
+        self._hardware = HardwareModel(cluster, product_operations(over_time.graph))
+        self._firsts, self._speed = firsts, self._hardware.speed[firsts]
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -159,6 +159,23 @@ class StageEstimates:
             new = {shape(cluster, s, kind): s for s in without}
             fewer = [s for key, s in new.items() if key not in known]
             known |= new.keys()
+
+    def one_stage(self, ranks: Ranks) -> Iterator[Sketch]:
+        """Yield the step as one stage in microbatches that may fit some devices, the fewest first.
+
+        Activations are as the devices' speeds, and what is stored as their memory.
+        """
+        memory = self._memory[list(ranks)]
+        speed = self._hardware.speed[list(ranks)]
+        for count in self.counts:
+            part = self._over_time.part(count)
+            trained = part.least_bytes(1) - part.least_bytes(0)
+            stored = part.least_bytes(self._states + 1) - max(part.saved_bytes, trained)
+            held = part.saved_bytes * speed / speed.sum() + stored * memory / memory.sum()
+            if (held <= memory).all():
+                yield Sketch(
+                    groups=(ranks,), cuts=(), microbatches=count, estimate_s=math.inf, least_s=0.0
+                )
 
     def least_s(self, count: int, places: Sequence[int], groups: Sequence[int]) -> float:
         """Return seconds below which no pipeline of these cuts and groups is, given by index."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from hap.ir.microbatch import EACH, Phase, is_sum, phases
 from hap.ir.pipeline_order import AHEAD
 from hap.ir.program import Compute, Convert, Program, Value
 from hap.ir.returned_sums import returned_conversions, returned_values
+from hap.ir.weight_gathers import before_microbatches
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.cost_structure import structure_of
 from hap.synthesizer.cost.hardware_model import PerRank
@@ -42,7 +43,7 @@ class StageBytes(NamedTuple):
 
 def stage_bytes(
     part: Graph, program: Program, cost: CostModel, microbatches: int, in_flight: int,
-    delay: int = 0, *, recompute: bool,
+    delay: int = 0, *, recompute: bool, each: Collection[int] = (),
 ) -> StageBytes:  # fmt: skip
     """Return the bytes of a stage's program.
 
@@ -52,6 +53,7 @@ def stage_bytes(
         in_flight: microbatches whose backward has not ended.
         delay: microbatches for which gradients of weights wait.
         recompute: whether the forward runs again.
+        each: gathers of weights that run in each microbatch.
     """
 
     def nbytes(values: Iterable[Value]) -> PerRank:
@@ -60,13 +62,15 @@ def stage_bytes(
             found = found + cost.local_bytes(part.tensors[v.tensor], v.placement)
         return found
 
-    stored, peak = memory(part, program, cost, updating=False)
+    early = before_microbatches(part, program, each)
+    stored, peak = memory(part, program, cost, updating=False, throughout=early)
     updating = sum(while_updating(part, program, cost).values(), nbytes([]))
     ahead = min(in_flight, microbatches) - 1
-    received = _received(part, program)
-    held = _held(part, program, structure_of(part, program, cost).storages, recompute=recompute)
+    received, of_node = _received(part, program), phases(part)
+    made = structure_of(part, program, cost).storages
+    held = _held(program, [s for s in made if s.born not in early], of_node, recompute=recompute)
     saved = nbytes([*received[False], *held])
-    waiting = nbytes(_waiting(part, program, delayable(part, program)))
+    waiting = nbytes(_waiting(part, program, delayable(part, program), early))
     sums = nbytes(_terms(part, program) if microbatches > 1 else [])
     crossing = [*received[False], *received[True], *returned_values(part, program, summed=False)]
     beside = min(AHEAD, microbatches - 1) * nbytes(crossing)
@@ -95,28 +99,30 @@ def _terms(part: Graph, program: Program) -> list[Value]:
     return list(dict.fromkeys([*sums, *sent]))
 
 
-def _waiting(part: Graph, program: Program, late: frozenset[int]) -> list[Value]:
+def _waiting(
+    part: Graph, program: Program, late: frozenset[int], early: frozenset[int]
+) -> list[Value]:
     """Return the values of a microbatch that its delayed instructions read."""
     of_node = phases(part)
     made, found = set[Value](), dict[Value, None]()
     for k, step in enumerate(program.instructions):
-        ours = isinstance(step, Convert) or of_node[step.node] is Phase.PART
+        ours = isinstance(step, Convert) or of_node[step.node] in (Phase.ONCE, Phase.PART)
         if k in late:
             found.update(dict.fromkeys(v for v in step.reads(part) if v in made))
-        elif ours and not step.aliases(part):
+        elif ours and k not in early and not step.aliases(part):
             made.update(step.writes(part))
     return list(found)
 
 
 def _held(
-    part: Graph, program: Program, storages: Sequence[Storage], *, recompute: bool
+    program: Program, storages: Sequence[Storage], of_node: Mapping[str, Phase], *, recompute: bool
 ) -> list[Value]:
     """Return what a microbatch's forward makes and holds: what it sends, and what its backward reads."""
-    of_node, found = phases(part), list[Value]()
+    found = list[Value]()
     for each in storages:
         step = program.instructions[each.born]
-        ours = isinstance(step, Convert) or of_node[step.node] is Phase.PART
-        saved = each.kind == "saved activations" and not recompute
+        ours = isinstance(step, Convert) or of_node[step.node] in (Phase.ONCE, Phase.PART)
+        saved = not recompute and any(program.instructions[k].backward for k in each.reads)
         if ours and not step.backward and (each.kept or saved):
             found.append(each.value)
     return found

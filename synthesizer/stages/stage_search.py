@@ -28,7 +28,7 @@ from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.stages.flights import arrange
 from hap.synthesizer.stages.stage_estimates import Sketch, StageEstimates
 from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask
-from hap.synthesizer.stages.stage_times import StageFigures, figures
+from hap.synthesizer.stages.stage_times import StageFigures, figures, least_gathering
 from hap.synthesizer.stages.stage_transfers import Ranks, StageTransfers
 from hap.synthesizer.stages.time_axis import OverTime, over_time
 from hap.synthesizer.synthesize import Synthesizer, is_long
@@ -191,12 +191,14 @@ class StageSearch:
                 return None
             chosen.append(one)
 
+        memory = [[float(self.cluster.devices[r].memory_bytes) for r in g] for g in groups]
+
         def of_stage(number: int, recompute: bool) -> StageFigures:
             hardware = HardwareModel(self.cluster.keep(groups[number]))
-            return figures(
-                parts[number], *chosen[number], hardware, self.states, count, 1,
-                recompute=recompute,
-            )  # fmt: skip
+            how = parts[number], *chosen[number], hardware, self.states, count, 1
+            return least_gathering(
+                lambda each: figures(*how, recompute=recompute, gather_each=each), memory[number]
+            )
 
         priced = StageTransfers(
             self.cluster, parts,
@@ -206,7 +208,6 @@ class StageSearch:
             ],
             transfers,
         )  # fmt: skip
-        memory = [[float(self.cluster.devices[r].memory_bytes) for r in g] for g in groups]
         arranged = arrange(of_stage, priced.seconds, memory, count, flights)
         if arranged is None:
             return None
@@ -216,6 +217,7 @@ class StageSearch:
             Stage(
                 ranks=tuple(kept.index(r) for r in group), program=program, shares=shares,
                 in_flight=time.in_flight, delay=each.delay, recompute=each.recompute,
+                gather_each=each.gather_each,
             )
             for group, (program, shares), time, each in zip(
                 groups, chosen, times, found, strict=True

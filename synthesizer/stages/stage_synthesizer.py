@@ -11,8 +11,9 @@ import numpy as np
 from hap.cluster.topology import Cluster
 from hap.ir.axes import Axes, Axis, Shares
 from hap.ir.graph import Graph
-from hap.ir.microbatch import Phase, phases
+from hap.ir.microbatch import Phase, is_sum, phases
 from hap.ir.program import Program
+from hap.ir.weight_gathers import forward_gathers
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
@@ -57,7 +58,8 @@ class StageTask:
         for (tensor, dim), name in space.axes.of.items():
             units[name] = math.gcd(units[name], self.part.tensors[tensor].shape[dim])
         axes = {name: Axis(name=name, units=blocks) for name, blocks in units.items()}
-        of_node = phases(self.part)
+        tensors = self.part.tensors
+        of_node, whole = phases(self.part), self.whole.tensors
         returned = {o.tensor for o in self.part.outputs if o.role == "returned"}
         repeated = {
             o: self.count
@@ -65,16 +67,23 @@ class StageTask:
             if of_node[node.name] is Phase.PART
             for o in node.outputs
             if o
-            and self.part.tensors[o].shape == self.whole.tensors[o].shape
+            and tensors[o].shape == whole[o].shape
             and (o not in returned or self.part.consumers[o])
         }
+        at_once = {
+            name: tensors[name].numel / whole[name].numel
+            for name in self.whole.saved
+            if tensors[name].numel < whole[name].numel
+        }
+        summed = frozenset(o for n in self.whole.nodes if is_sum(n) for o in n.outputs if o)
         sources = dict(space.sources)
         if len(self.ranks) > 1:
             for i in self.whole.role("received"):
                 sources[i.tensor] = space.sources[i.tensor][:1]
         return replace(
-            space, axes=Axes(axes=axes, of=space.axes.of), repeated=repeated, sources=sources
-        )
+            space, axes=Axes(axes=axes, of=space.axes.of), repeated=repeated, sources=sources,
+            at_once=at_once, summed=summed,
+        )  # fmt: skip
 
 
 class StageSynthesizer(Synthesizer):
@@ -126,8 +135,9 @@ class StageSynthesizer(Synthesizer):
         """Return the bytes that each rank lacks for microbatches whose forwards run again."""
         task = self._task
         held = stage_bytes(
-            task.part, program, cost, task.count, task.in_flight, recompute=True
-        ).peak_bytes
+            task.part, program, cost, task.count, task.in_flight, recompute=True,
+            each=forward_gathers(task.part, program),
+        ).peak_bytes  # fmt: skip
         lacking: PerRank = np.maximum(held - self._memory, 0.0)
         return lacking
 

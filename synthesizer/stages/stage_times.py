@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_sum, phases
 from hap.ir.program import Compute, Convert, Instruction, Program, Value
 from hap.ir.returned_sums import returned_conversions
 from hap.ir.shared_pieces import in_pieces
+from hap.ir.weight_gathers import forward_gathers
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.rules.rule_table import Row
@@ -75,6 +76,7 @@ class StageFigures:
     in_flight: int = 1
     delay: int = 0
     recompute: bool = False
+    gather_each: bool = False
 
     def with_in_flight(self, count: int, delay: int = 0) -> StageFigures:
         """Return the figures with other microbatches in flight and another delay."""
@@ -107,8 +109,9 @@ def stage_cost(
 def figures(
     part: Graph, program: Program, shares: Shares, hardware: HardwareModel, states: int,
     microbatches: int, in_flight: int, delay: int = 0, recompute: bool = False,
+    gather_each: bool = False,
 ) -> StageFigures:  # fmt: skip
-    """Return the figures of a stage's program; ``recompute``: the forward runs again."""
+    """Return the figures of a stage's program; ``recompute``, ``gather_each``: see :class:`Stage`."""
     cost = stage_cost(part, program, shares, hardware, states)
     world = hardware.cluster.world_size
     work = {phase: np.zeros((2, world)) for phase in _PHASES}  # computing, and issuing by the host
@@ -117,11 +120,12 @@ def figures(
     made = {Value(i.tensor, program.inputs[i.tensor]): _start(i) for i in part.inputs}
     late, once = delayable(part, program), returned_conversions(part, program)
     split, pieces = in_pieces(part, program, world), dict[str, tuple[float, int]]()
+    each = forward_gathers(part, program) if gather_each else frozenset[int]()
     weights, weights_moved = np.zeros(world), 0.0
     for first, end in program.bounds(part):
         group = program.instructions[first:end]
         for step in group:
-            name = _phase(part, step, of_node, made)
+            name = "forward" if first in each else _phase(part, step, of_node, made)
             made.update(dict.fromkeys(step.writes(part), name))
         if name == "backward" and once.issuperset(range(first, end)):
             name = "returned"
@@ -150,7 +154,9 @@ def figures(
     for name, (computing, issuing) in work.items():
         slowest[name] = max(float(computing.max()) + moved[name], float(issuing.max()))
 
-    held = stage_bytes(part, program, cost, microbatches, in_flight, delay, recompute=recompute)
+    held = stage_bytes(
+        part, program, cost, microbatches, in_flight, delay, recompute=recompute, each=each
+    )
     times = {"forward": microbatches, "backward": microbatches}
     return StageFigures(
         before_s=slowest["before"], shared_s=slowest["shared"], forward_s=slowest["forward"],
@@ -162,7 +168,20 @@ def figures(
         + sum(s for s, _ in pieces.values()),
         weights_s=min(weights_s, slowest["backward"]), **held._asdict(),
         in_flight=min(in_flight, microbatches), delay=delay, recompute=recompute,
+        gather_each=gather_each,
     )  # fmt: skip
+
+
+def least_gathering(
+    of_stage: Callable[[bool], StageFigures], memory_bytes: Sequence[float]
+) -> StageFigures:
+    """Return a stage's figures that gather weights in each microbatch only if nothing fits otherwise.
+
+    Args:
+        of_stage: whether weights are gathered in each microbatch -> the figures.
+    """
+    once = of_stage(False)
+    return once if once.most_in_flight(memory_bytes, 1) else of_stage(True)
 
 
 def _adding(part: Graph, program: Program, cost: CostModel) -> PerRank:
@@ -191,8 +210,9 @@ def _phase(
     side = "backward" if step.backward else "forward"
     if isinstance(step, Compute):
         phase = of_node[step.node]
-        if phase is Phase.ONCE and any(made.get(v) == "shared" for v in step.reads(part)):
-            return "shared"
+        if phase is Phase.ONCE:
+            read = {made.get(v) for v in step.reads(part)}
+            return next((name for name in ("forward", "shared") if name in read), "before")
         return {Phase.PART: side, Phase.COUNT: "forward", Phase.END: "after"}.get(phase, "before")
     source = made[Value(step.tensor, step.src)]
     return source if source == "after" or not step.backward else side
