@@ -22,6 +22,8 @@ class PlanOptions:
         recompute: activations that the backward recomputes, a mode of
             :data:`hap.capture.recompute.WAYS` or ``""`` for none; None: none, unless memory is short,
             and recomputing is faster or nothing fits without it.
+        accumulate: take the batch in microbatches, whose gradients add up, where memory is short and that is
+            faster, or nothing fits without.
         compare: also plan the baselines that are not planned by default.
         engine: the search engine, a name in :data:`hap.synthesizer.search.engines.ENGINES`.
         prove: searches to spend on a better lower bound of the step; the plan stays the same.
@@ -43,6 +45,7 @@ class PlanOptions:
     allow_idle: bool = False
     mesh: bool | None = None
     recompute: str | None = None
+    accumulate: bool = True
     compare: bool = False
     engine: str = "exact"
     prove: int = 0

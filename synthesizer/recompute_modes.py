@@ -142,7 +142,8 @@ def _accumulated(
     options: PlanOptions, progress: Progress,
 ) -> Found | None:  # fmt: skip
     """Return the step in microbatches, if nothing fits without, or if it is clearly faster where memory is short."""
-    if options.stages or options.pins or options.allow or options.mesh:
+    elsewhere = options.stages or options.pins or options.allow or options.mesh
+    if elsewhere or not options.accumulate:
         return None
     used, limit_s, rows = tuple(range(cluster.world_size)), NEVER, tuple[Alternative, ...]()
     if found:

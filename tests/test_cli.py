@@ -76,6 +76,7 @@ HELP = {
         "what-if",
     ],
     "plan": [
+        "--accumulate",
         "--all-devices",
         "--allow",
         "--allow-idle",

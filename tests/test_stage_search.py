@@ -41,7 +41,7 @@ from hap.synthesizer.stages.stage_estimates import Sketch
 from hap.synthesizer.stages.stage_prediction import stage_bound
 from hap.synthesizer.stages.stage_search import StageSearch
 from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask
-from hap.synthesizer.stages.stage_times import StageFigures, figures
+from hap.synthesizer.stages.stage_times import StageFigures, figures, least_gathering
 from hap.synthesizer.stages.stage_transfers import StageTransfers, even_send_s
 from tests.random_plans import benchmark_case, random_plan, two_machines, verdict
 from tests.random_stages import divided
@@ -275,8 +275,10 @@ def _chosen(task: StageTask, cluster: Cluster) -> StageFigures:
     axes = task.space.axes
     for (tensor, dim), axis in axes.of.items():  # the shares are those of a microbatch
         assert task.part.tensors[tensor].shape[dim] % axes.axes[axis].units == 0
-    return figures(
-        task.part, program, shares, HardwareModel(cluster), 2, task.count, 2, recompute=True
+    how = task.part, program, shares, HardwareModel(cluster), 2, task.count, 2
+    memory = [d.memory_bytes for d in cluster.devices]
+    return least_gathering(
+        lambda each: figures(*how, recompute=True, gather_each=each), memory
     )  # fmt: skip
 
 

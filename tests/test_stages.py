@@ -528,7 +528,7 @@ def test_microbatches_without_stages_serve_memory() -> None:
     def planned(stages: bool) -> Plan:
         return hap.plan(
             case.model, case.batch, replace(cluster, devices=small), loss=case.loss,
-            optimizer=case.optimizer, options=hap.PlanOptions(stages=stages, recompute=""),
+            optimizer=case.optimizer, options=hap.PlanOptions(stages=stages, recompute="", accumulate=False),
         )  # fmt: skip
 
     with pytest.raises(InfeasibleError):

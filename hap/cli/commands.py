@@ -88,13 +88,11 @@ def _command(
     type=click.Choice(["none", "cheap", "blocks"]),
     help="Activations that the backward recomputes.  [default: what is fastest within the memory]",
 )
+@click.option("--accumulate/--no-accumulate", default=True, help="Microbatches if memory is short.")
 @click.option(
-    "--prove",
-    type=click.IntRange(min=0),
-    default=0,
-    metavar="N",
+    "--prove", type=click.IntRange(min=0), default=0, metavar="N",
     help="Spend N more searches on a better lower bound of the step.",
-)
+)  # fmt: skip
 @click.option(
     "--strict-rules",
     is_flag=True,

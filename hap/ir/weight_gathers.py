@@ -16,23 +16,31 @@ def forward_gathers(graph: Graph, program: Program) -> Numbers:
     """Return the gathers of weights whose results no backward reads, and those that are fused with them.
 
     A stage that runs them in each microbatch holds a result no longer than operators need it, as ZeRO-3 does
-    (Rajbhandari et al., SC 2020).
+    (Rajbhandari et al., SC 2020). What another stage gets once per step stays out.
     """
-    made, late = dict[Value, int](), set[int]()
-    for k in sorted(before_microbatches(graph, program, shared=False)):
-        step = program.instructions[k]
-        if isinstance(step, Convert) and not step.local:
-            made.update(dict.fromkeys(step.writes(graph), k))
-    found = set(made.values())
-    for step in program.instructions:
-        read = [made[v] for v in step.reads(graph) if v in made]
+    early = before_microbatches(graph, program, shared=False)
+    gathered, follows = dict[Value, int](), dict[Value, frozenset[int]]()
+    saved, sent = set[int](), set[int]()
+    for k, step in enumerate(program.instructions):
+        read, made = step.reads(graph), step.writes(graph)
         if step.backward:
-            late.update(read)
-        elif step.aliases(graph) and step.reads(graph)[0] in made:
-            made.update(dict.fromkeys(step.writes(graph), made[step.reads(graph)[0]]))
+            saved.update(gathered[v] for v in read if v in gathered)
+        elif isinstance(step, Convert) and not step.local and k in early:
+            gathered.update(dict.fromkeys(made, k))
+        elif step.aliases(graph) and read[0] in gathered:
+            gathered.update(dict.fromkeys(made, gathered[read[0]]))
+        if k in early:
+            own = frozenset({k}).union(*(follows[v] for v in read if v in follows))
+            follows.update(dict.fromkeys(made, own))
+    for output, p in zip(graph.outputs, program.outputs, strict=True):
+        if output.role == "sent":
+            sent.update(follows.get(Value(output.tensor, p), ()))
+    alone = set(gathered.values()) - saved
     groups = (range(*ends) for ends in program.bounds(graph))
-    alone = found - late
-    return frozenset(k for group in groups if not alone.isdisjoint(group) for k in group)
+    return frozenset(
+        k for group in groups if not alone.isdisjoint(group) and sent.isdisjoint(group)
+        for k in early.intersection(group)
+    )  # fmt: skip
 
 
 def before_microbatches(
