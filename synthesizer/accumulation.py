@@ -49,7 +49,7 @@ def accumulated(
         try:
             search = StageSearch(space, cluster, states)
         except HapError:  # the step has no microbatches
-            continue
+            return None
         groups = _groups(cluster, options, used, space.hardware(cluster).speed)
         found = each(partial(_fewest, search), groups, apart=is_long(space))
         every = [m for one in found if one and (m := search.pipeline(one.sketch, one.programs))]

@@ -110,7 +110,7 @@ def choose_for_model(
         if not options.stages:
             known.sort(key=lambda t: t.fits_s)
         for trial in itertools.chain(known, trials):
-            if not found or _may_be_faster(trial, *_best(found), cluster, options):
+            if not found or _may_be_faster(trial, *_best(found), cluster):
                 try:
                     search(trial)
                 except InfeasibleError as failed:
@@ -142,13 +142,16 @@ def _accumulated(
     options: PlanOptions, progress: Progress,
 ) -> Found | None:  # fmt: skip
     """Return the step in microbatches, if nothing fits without, or if it is clearly faster where memory is short."""
-    elsewhere = options.stages or options.pins or options.allow or options.mesh
-    if elsewhere or not options.accumulate:
+    if options.pins or options.allow or options.mesh or not options.accumulate:
         return None
     used, limit_s, rows = tuple(range(cluster.world_size)), NEVER, tuple[Alternative, ...]()
     if found:
         trial, pair = _best(found)
         if found[-1][1].stopped or not _short_of_memory(pair):
+            return None
+        if pair.pipeline or any(
+            s.slow for s in trial.synthesizers
+        ):  # stages were searched, or take minutes
             return None
         used = tuple(r for r in used if r not in pair.left)
         limit_s = WORTH * pair.prediction.step_s
@@ -274,16 +277,11 @@ def _short_of_memory(pair: PlannedPair) -> bool:
     return pair.free_s < WORTH * pair.prediction.step_s
 
 
-def _may_be_faster(
-    trial: Trial, best: Trial, pair: PlannedPair, cluster: Cluster, options: PlanOptions
-) -> bool:
+def _may_be_faster(trial: Trial, best: Trial, pair: PlannedPair, cluster: Cluster) -> bool:
     """Whether a mode deserves a search in full, beside the best plan so far."""
     step_s = pair.prediction.step_s
-    if trial.synthesizers:
-        if trial.fits_s < step_s:
-            return True
-        if not options.stages:  # or the graph is too entangled for a short search
-            return False
+    if trial.synthesizers:  # also false for a graph that is too entangled for a short search
+        return trial.fits_s < step_s
     return pair.free_s + more_seconds(best, trial, cluster) < WORTH * step_s
 
 

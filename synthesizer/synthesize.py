@@ -91,7 +91,7 @@ class Synthesizer:
         tables_fit: whether a first search whose tables are too large raises ``TooEntangledError``.
 
     ``found`` has the pairs of :meth:`best` while it runs.
-    ``is_long``: whether a part of a search is worth another process.
+    ``is_long``: whether a part of a search is worth another process. ``slow``: whether one takes seconds.
     ``gap`` is the largest excess of a search's cost over its bound: 0 unless an engine was cut short.
     """
 
@@ -106,7 +106,7 @@ class Synthesizer:
         self._states = optimizer_states
         self.engine, self.gap, self.exponent = engine, 0.0, exponent
         self.is_long = is_long(space)
-        self._slow = engine is bound  # whether a search takes seconds: then there are fewer
+        self.slow = engine is bound
         self.found: list[Candidate] = []
         self._allowed = allowed if cluster.world_size > 1 else _whole
         self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # the last cost model
@@ -155,7 +155,7 @@ class Synthesizer:
                 found.append(pair)
                 shares = self.balance(pair)
                 found.append(self.judge(pair.program, shares))
-                if self._slow or fastest(found) not in found[-2:] or not _moved(pair, found[-1]):
+                if self.slow or fastest(found) not in found[-2:] or not _moved(pair, found[-1]):
                     break
 
         starts = self.starts()
@@ -176,7 +176,7 @@ class Synthesizer:
         if self._allowed is None and whole_fits:
             found.append(self._undivided(found[0].shares))
         # Bounds have no price of memory: where nothing fits, their programs do not fit either.
-        brief = self._slow or behind or self._lacking(fastest(found)).any()
+        brief = self.slow or behind or self._lacking(fastest(found)).any()
         for _ in range(0 if brief else ROUNDS):
             best = fastest(found)
             under = [self._under(p, best.shares) for p in self.fixed(best.shares).programs]
@@ -200,7 +200,7 @@ class Synthesizer:
             if found[-1] is fastest(found):
                 alternate(shares, "the program of the lower bound")
         far = self.relaxed.bound_s < fastest(found).estimated_objective[1] * (1 - WIDE)
-        if self._slow or not far:
+        if self.slow or not far:
             return
         if probes := [self.probe(shares) for shares in self.subset_starts()]:
             pair = fastest(probes)
@@ -282,7 +282,7 @@ class Synthesizer:
         if key not in self._fixed:
             prices = FixedShares(self.space, self.hardware, shares, self._states)
             latest = [self.relaxed, *self._fixed.values()][-1]
-            self._fixed[key] = self._bounded(prices, self._slow, latest.found)
+            self._fixed[key] = self._bounded(prices, self.slow, latest.found)
         return self._fixed[key]
 
     def search(self, shares: Shares, beat: Objective | None = None) -> Candidate:
@@ -371,7 +371,7 @@ class Synthesizer:
             return self._undivided(shares)
         if outcome.labelling is None:
             raise SearchLimitError("the search found no program before its limit")
-        self._slow |= outcome.in_place or outcome.labelling.entries >= MANY
+        self.slow |= outcome.in_place or outcome.labelling.entries >= MANY
         over = outcome.labelling.cost - outcome.bound
         self.gap = max(self.gap, over / max(outcome.labelling.cost, 1))
         program = problem.program(outcome.labelling)
