@@ -124,8 +124,9 @@ def figures(
     weights, weights_moved = np.zeros(world), 0.0
     for first, end in program.bounds(part):
         group = program.instructions[first:end]
+        in_each = not each.isdisjoint(range(first, end))
         for step in group:
-            name = "forward" if first in each else _phase(part, step, of_node, made)
+            name = "forward" if in_each else _phase(part, step, of_node, made)
             made.update(dict.fromkeys(step.writes(part), name))
         if name == "backward" and once.issuperset(range(first, end)):
             name = "returned"
