@@ -103,9 +103,9 @@ def test_searches_in_other_processes_change_no_plan(
 ) -> None:
     """Slow devices are left out, so that the searches on the fast ones count."""
     monkeypatch.setattr("hap.synthesizer.synthesize.LONG", 0)
-    apart = planned(1024, 512, 31, on)
+    apart = planned(1024, 512, 31, on, accumulate=False)
     monkeypatch.setattr("hap.background._has_core", lambda: False)
-    here = planned(1024, 512, 31, on)
+    here = planned(1024, 512, 31, on, accumulate=False)
     assert apart.program == here.program and apart.shares == here.shares
     assert apart.prediction == here.prediction
     assert chosen(here) == want

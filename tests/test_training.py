@@ -537,10 +537,15 @@ def test_the_plan_makes_activations_again_where_they_do_not_fit() -> None:
             Blocks(()),
             rows_of_blocks(),
             with_memory(peaks["cheap"]),
-            options=PlanOptions(recompute=""),
+            options=PlanOptions(recompute="", accumulate=False),
         )
     with pytest.raises(InfeasibleError):
-        hap.plan(Blocks(()), rows_of_blocks(), with_memory(peaks["blocks"] // 4))
+        hap.plan(
+            Blocks(()),
+            rows_of_blocks(),
+            with_memory(peaks["blocks"] // 4),
+            options=PlanOptions(accumulate=False),
+        )
 
 
 @pytest.mark.slow
