@@ -139,7 +139,7 @@ import os, signal, time
 from hap.background import background_task
 
 def work(caller):
-    os.write(1, f"{os.getpid()}\n".encode())  # in one piece, beside that of the other process
+    os.write(1, f"{os.getpid()} ".encode())  # in one piece, beside that of the other process
     time.sleep(600)
 
 with background_task(work), background_task(work):
