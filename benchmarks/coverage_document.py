@@ -35,9 +35,9 @@ without memory for its weights, in seconds from the module to the plan, one mode
 two cores; the processor seconds of all its processes in brackets. Importing the model's package and
 building the model come before, and have a line of their own. The 65 entries of `transformers` (but for `fnet`), `peft`, `diffusers` and the libraries
 after it in the list below, and `bert-moe` and `nn.Transformer`, were planned on 30 November 2026, in one go and by one commit, on a quiet machine (Python adds twenty million integers in 1.3 to 1.6 s).
-Two of them failed then and were planned again after the mend: layers recomputed beside LoRA, and prompt tuning. Six were planned again that evening, by the commit that
-recomputes activations where memory is short: falcon, llama, llava, mistral, qwen2.5-vl and qwen3-vl. Their predicted steps are 9.7 -> 5.0, 22 -> 6.0, 31.4 -> 31.4, 9.9 -> 5.2, 15.6 -> 6.7 and
-9.8 -> 3.3 s; planning took 0.8, 3.0, 0.9, 0.9, 1.9 and 1.5 times as long, on a machine that was a tenth slower. DoRA, which takes more than 200 processor seconds now (11.6 -> 3.8 s), and others that are short of memory were not planned again.
+Two of them failed then and were planned again after the mend: layers recomputed beside LoRA, and prompt tuning. Eleven were planned again on 1 December 2026, in one go and by one commit (58d3513), which recomputes activations
+and takes microbatches where memory is short: blip-2, falcon, internvl, llama, mistral, paligemma, qwen2-vl, qwen2.5-vl, qwen3-vl, stable diffusion 3 and wan. That go was ended
+before llava and gemma3; llava was planned the evening before. DoRA, which takes more than 200 processor seconds now (11.6 -> 3.8 s a step), and others that are short of memory were not planned again.
 The other entries are older, of several commits and machines: `fno` and `fnet` were planned on one that takes about twice as long, timm's and torchvision's
 of most seconds on 28 November 2026, in one go, on one that takes 1.4 to 1.9 times as long. 90 architectures with batch norm, group norm or images of
 other sizes were verified again when these became kernels of torch.

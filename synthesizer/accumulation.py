@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,7 +37,7 @@ class _Found:
 
 def accumulated(
     spaces: Sequence[Space], cluster: Cluster, states: int, options: PlanOptions, used: Ranks,
-    limit_s: float,
+    limit_s: float, progress: Callable[[str], None],
 ) -> tuple[int, Pipeline] | None:  # fmt: skip
     """Return (number of the space, the fastest step in microbatches), if one fits and takes less than ``limit_s``.
 
@@ -48,7 +48,8 @@ def accumulated(
     for number, space in enumerate(spaces):
         try:
             search = StageSearch(space, cluster, states)
-        except HapError:  # the step has no microbatches
+        except HapError as error:
+            progress(f"no microbatches: {error.what}")
             return None
         groups = _groups(cluster, options, used, space.hardware(cluster).speed)
         found = each(partial(_fewest, search), groups, apart=is_long(space))

@@ -104,7 +104,7 @@ def choose_for_model(
         pair = choose_in_space(trial.space, cluster, optimizer_states, options, progress, whole)
         found.append((trial, pair))
 
-    trials = possible()
+    trials, before = possible(), None
     try:
         known = _by_short_searches(trials, cluster, optimizer_states, options)
         if not options.stages:
@@ -117,14 +117,14 @@ def choose_for_model(
                     error = error or failed
             if found and (found[-1][1].stopped or not _short_of_memory(_best(found)[1])):
                 break
+        before = _best(found)[0] if found else None
+        if in_parts := _accumulated(every, found, cluster, optimizer_states, options, progress):
+            found.append(in_parts)
     except PlanningStopped as stop:
         if not found:
             raise
         best, pair = _best(found)
         found.append((best, replace(pair, stopped=str(stop))))
-    before = _best(found)[0] if found else None
-    if in_parts := _accumulated(every, found, cluster, optimizer_states, options, progress):
-        found.append(in_parts)
     if not found and not error:
         search(every[-1])  # says which device lacks how much
     if not found and error:
@@ -147,11 +147,8 @@ def _accumulated(
     used, limit_s, rows = tuple(range(cluster.world_size)), NEVER, tuple[Alternative, ...]()
     if found:
         trial, pair = _best(found)
-        if found[-1][1].stopped or not _short_of_memory(pair):
-            return None
-        if pair.pipeline or any(
-            s.slow for s in trial.synthesizers
-        ):  # stages were searched, or take minutes
+        slow = any(s.slow for s in trial.synthesizers)  # each number of microbatches takes minutes
+        if slow or pair.pipeline or found[-1][1].stopped or not _short_of_memory(pair):
             return None
         used = tuple(r for r in used if r not in pair.left)
         limit_s = WORTH * pair.prediction.step_s
@@ -161,7 +158,8 @@ def _accumulated(
     progress("memory is short: searching microbatches")
     # Under autocast a backward gathers weights again only if it casts them again.
     trials = sorted(every, key=lambda t: -len(backward_alias_of(t.graph)))
-    made = accumulated([t.space for t in trials], cluster, states, options, used, limit_s)
+    spaces = [t.space for t in trials]
+    made = accumulated(spaces, cluster, states, options, used, limit_s, progress)
     if made is None:
         return None
     number, pipeline = made

@@ -12,7 +12,7 @@ import torch
 
 import hap
 from hap.cluster.topology import Cluster
-from hap.errors import InfeasibleError
+from hap.errors import InfeasibleError, PlanningStopped
 from hap.ir.plan import Plan
 from hap.ir.program import Convert
 from hap.ir.shared_pieces import in_pieces
@@ -96,6 +96,17 @@ def test_a_step_that_fits_slowly_is_accumulated() -> None:
     assert plan.microbatches > 1
     assert whole.microbatches == 1
     assert plan.prediction.step_s < WORTH * whole.prediction.step_s
+
+
+@pytest.mark.slow
+def test_a_stop_keeps_the_plan_without_microbatches() -> None:
+    def stop(text: str) -> None:
+        if text == "memory is short: searching microbatches":
+            raise PlanningStopped("stopped")
+
+    options = PlanOptions(recompute="")
+    plan = hap.plan(Deep(), BATCH, unlike(0.8 * deep_peak_bytes()), options=options, progress=stop)
+    assert (plan.stopped, plan.microbatches) == ("stopped", 1)
 
 
 @pytest.mark.slow
