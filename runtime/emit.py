@@ -124,18 +124,18 @@ class Emitter:
 
     def segment(
         self, numbers: Collection[int], given: Iterable[Value], results: Collection[Value], *,
-        pending: bool = False,
+        pending: bool = False, most_pending: int | None = None,
     ) -> fx.Graph:  # fmt: skip
         """Return a graph of some of the program's instructions: ``(ctx, *given) -> results``.
 
         Args:
             numbers: of the instructions, in the program's order.
-            pending: do not wait for collectives that only make results; these are then
-                :class:`hap.runtime.lanes.Pending`.
+            pending: results that only collectives make are :class:`hap.runtime.lanes.Pending`.
+            most_pending: see :class:`Values`.
         """
         out = fx.Graph()
         ctx = out.placeholder("ctx")
-        env = Values(out, ctx)
+        env = Values(out, ctx, most_pending, leave=results if pending else ())
         for value in given:
             env.take(value)
         chosen = frozenset(numbers)
@@ -159,7 +159,7 @@ class Emitter:
                 self._convert(out, ctx, env, step)
             else:
                 self._convert_many(out, ctx, env, [s for s in group if isinstance(s, Convert)])
-        env.finish(leave=results if pending else ())
+        env.finish()
         out.output(tuple(env.early(value) if pending else env[value] for value in results))
         set_apart(out)
         out.lint()

@@ -15,12 +15,23 @@ from hap.ir.program import Value
 
 
 class Values:
-    """The values in emitted code; the first read of a collective's result inserts a wait."""
+    """The values in emitted code; the first read of a collective's result inserts a wait.
 
-    def __init__(self, out: fx.Graph, ctx: fx.Node) -> None:
-        self._out, self._ctx = out, ctx
+    Args:
+        most_pending: collectives that may be under way. After another one, computing waits until only so many
+            have not ended. Default: any number.
+        leave: results for which the caller waits. They do not count.
+    """
+
+    def __init__(
+        self, out: fx.Graph, ctx: fx.Node, most_pending: int | None = None,
+        leave: Collection[Value] = (),
+    ) -> None:  # fmt: skip
+        self._out, self._ctx, self._most_pending, self._leave = out, ctx, most_pending, leave
         self._there: dict[Value, fx.Node] = {}
         self._pending: dict[Value, fx.Node] = {}
+        self._issued: list[Value] = []
+        """A result of each collective that counts."""
 
     def __setitem__(self, value: Value, node: fx.Node) -> None:
         self._there[value] = node
@@ -50,16 +61,13 @@ class Values:
         """Return a value for a collective, without a wait: the lane runs collectives in order."""
         return self._there[value] if value in self._there else self._pending[value]
 
-    def finish(self, leave: Collection[Value] = ()) -> None:
+    def finish(self) -> None:
         """Wait for results that nothing reads, as on a rank without a share of the next operator.
 
         A tensor that a collective reads, such as a parameter, may change in place after the step.
-
-        Args:
-            leave: results for which the caller waits.
         """
         for value in self._pending:
-            if value not in leave:
+            if value not in self._leave:
                 self[value]
 
     def issue(self, made: list[Value], kind: str, *args: Any) -> None:
@@ -67,9 +75,13 @@ class Values:
         call = self._out.call_method("issue", (self._ctx, kind, *args))
         if len(made) == 1:
             self._pending[made[0]] = call
-            return
-        for k, value in enumerate(made):
-            self._pending[value] = self._out.call_function(operator.getitem, (call, k))
+        else:
+            for k, value in enumerate(made):
+                self._pending[value] = self._out.call_function(operator.getitem, (call, k))
+        if self._most_pending is not None and made[0] not in self._leave:
+            self._issued.append(made[0])
+            if len(self._issued) > self._most_pending:
+                self[self._issued[-1 - self._most_pending]]
 
 
 def named(node: fx.Node, value: Value) -> fx.Node:

@@ -11,6 +11,7 @@ from hap.ir.stages import PipelineStages, Stage, crossing, cut_stages
 from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.stages.gradient_buckets import with_buckets
+from hap.synthesizer.stages.overlapped_turns import with_depth
 from hap.synthesizer.stages.stage_times import stage_cost
 from hap.synthesizer.stages.time_axis import OverTime, over_time
 from tests.random_plans import Case, random_program, two_machines
@@ -57,7 +58,7 @@ def random_staged_plan(
         cuts: the last tensor of each stage but the last; empty: random ones.
     """
     rng, world = random.Random(f"{groups}/{seed}"), sum(groups)
-    buckets = random.Random(seed)
+    buckets, depths = random.Random(seed), random.Random(f"depths/{seed}")
     time = divided(case)
     microbatches = microbatches or rng.choice([m for m in range(1, 9) if time.shares(m)])
     shares = time.shares(microbatches)
@@ -76,6 +77,7 @@ def random_staged_plan(
         program, own = random_program(build_space(graph), cluster, rng)
         cost = stage_cost(graph, program, own, HardwareModel(cluster), 2)
         program = with_buckets(graph, program, cost, buckets.choice((1, 2, 5)))
+        program = with_depth(graph, program, depths.choice((0, 1, 3)))
         ahead = (len(groups) - number) * more
         stages.append(
             Stage(

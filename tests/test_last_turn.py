@@ -22,6 +22,7 @@ from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.stages.gradient_buckets import in_buckets, last_turn, with_buckets
 from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask
 from hap.synthesizer.stages.stage_times import figures, stage_cost
+from hap.synthesizer.stages.turn_seconds import TimedProgram
 from tests.random_plans import benchmark_case, random_plan, two_machines, verdict
 from tests.random_stages import divided
 
@@ -97,7 +98,7 @@ def test_what_buckets_hide_is_no_longer_seen(family: str) -> None:
     part = task.part
     late = at_the_end(task, program)
     late.check(part)
-    assert last_turn(part, late, cost).hidden_s == pytest.approx(0.0, abs=1e-12)
+    assert last_turn(TimedProgram(part, late, cost)).hidden_s == pytest.approx(0.0, abs=1e-12)
     for count in (1, 2, 7):
         again = with_buckets(part, late, cost, count)
         again.check(part)

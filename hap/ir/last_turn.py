@@ -29,6 +29,13 @@ def beside_last(graph: Graph, program: Program) -> Numbers:
 
 def after_microbatches(graph: Graph, program: Program) -> tuple[Numbers, Numbers]:
     """Return the instructions that run once, after the microbatches: those on sums of gradients, others."""
+    found: tuple[Graph, tuple[Numbers, Numbers]] | None = program.memo.get("after microbatches")
+    if found is None or found[0] is not graph:
+        found = program.memo["after microbatches"] = graph, _after_microbatches(graph, program)
+    return found[1]
+
+
+def _after_microbatches(graph: Graph, program: Program) -> tuple[Numbers, Numbers]:
     of_node = phases(graph)
     waiting = {
         Value(i.tensor, program.inputs[i.tensor])

@@ -51,6 +51,13 @@ def phases(graph: Graph) -> Mapping[str, Phase]:
     Raises:
         PlanError: the step can't be run in parts; the message names the operator.
     """
+    if "phases" not in graph.memo:
+        graph.memo["phases"] = _phases(graph)
+    found: Mapping[str, Phase] = graph.memo["phases"]
+    return found
+
+
+def _phases(graph: Graph) -> Mapping[str, Phase]:
     early = _counts(graph)
     before = _ancestors(graph, early)
     phase_of: dict[str, Phase] = {  # of each tensor

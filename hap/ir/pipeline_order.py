@@ -9,6 +9,9 @@ from typing import NamedTuple
 AHEAD = 4
 """Microbatches whose messages a stage awaits at once in each direction, besides the one that runs."""
 
+PENDING = 8
+"""Most collectives of a stage that have not ended: computing waits before more are issued, which bounds memory."""
+
 
 class Turn(NamedTuple):
     """The forward or the backward of one microbatch, or a later part of the backward.

@@ -15,6 +15,7 @@ from hap.ir.graph import Graph
 from hap.ir.last_turn import beside_last
 from hap.ir.mesh import origin
 from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_sum, phases
+from hap.ir.pipeline_order import PENDING
 from hap.ir.placement import P
 from hap.ir.program import Compute, Convert, Program, Value
 from hap.ir.returned_sums import returned_conversions
@@ -258,7 +259,7 @@ def emitted(emitter: Emitter, layout: SegmentLayout, *, last: bool) -> dict[Stag
     return {
         segment: emitter.segment(
             layout.numbers[segment], layout.given[segment], layout.results[segment],
-            pending=segment is StageSegment.LAST_TURN,
+            pending=segment is StageSegment.LAST_TURN, most_pending=PENDING,
         )
         for segment in StageSegment
         if layout.numbers[segment] and (last or segment is not StageSegment.LAST_TURN)

@@ -94,15 +94,19 @@ class CostStructure:
 
     @cached_property
     def live(self) -> LiveRanges:
-        return self.live_until(range(len(self.bounds)))
+        return self.live_until(None)
 
-    def live_until(self, until: Sequence[int]) -> LiveRanges:
-        """Return the live ranges if each group holds its inputs until another has run."""
-        return LiveRanges(self.storages, self.bounds, until, self._busy)
+    def live_until(
+        self, until: Sequence[int] | None, throughout: Collection[int] = ()
+    ) -> LiveRanges:
+        """Return the live ranges if each group holds its inputs until another has run.
 
-    def live_throughout(self, numbers: Collection[int]) -> LiveRanges:
-        """Return the live ranges if what some instructions allocate exists from the start to the end."""
-        return LiveRanges(self.storages, self.bounds, range(len(self.bounds)), self._busy, numbers)
+        Args:
+            until: per group, that other one; default: itself.
+            throughout: instructions whose storages exist from the start to the end.
+        """
+        ends = range(len(self.bounds)) if until is None else until
+        return LiveRanges(self.storages, self.bounds, ends, self._busy, throughout)
 
     @property
     def _busy(self) -> list[int]:

@@ -53,7 +53,7 @@ def memory(
     structure = structure_of(graph, program, cost)
     given = _given(graph, structure, cost)
     columns = _columns(structure, cost, buffers)
-    live = structure.live_throughout(throughout) if throughout else _live(structure, until)
+    live = _live(structure, until, throughout)
     alive, own, between = _moments(program, cost, buffers, structure, live, columns, given)
     peak: PerRank = (alive + own + between).max(axis=0)[columns.of_rank]
     if updating:
@@ -97,8 +97,12 @@ def _sum(kinds: Mapping[str, PerRank]) -> PerRank:
     return found
 
 
-def _live(structure: CostStructure, until: Until) -> LiveRanges:
-    return structure.live if until is None else structure.live_until(until)
+def _live(
+    structure: CostStructure, until: Until, throughout: Collection[int] = ()
+) -> LiveRanges:  # fmt: skip
+    if until is None and not throughout:
+        return structure.live
+    return structure.live_until(until, throughout)
 
 
 def _given(graph: Graph, structure: CostStructure, cost: Prices) -> dict[str, PerRank]:

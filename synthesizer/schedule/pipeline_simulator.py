@@ -42,6 +42,7 @@ class StageSeconds:
         hidden_s: part of ``early_s`` that passes beside the last turn.
         weights_hidden_s: the same if gradients of weights are delayed.
         weights_s: part of ``backward_s`` that no other stage waits for.
+        split_s: seconds that both parts take longer, one after the other, than ``backward_s``.
         delay: of that part, see :func:`hap.ir.pipeline_order.turns`.
         in_flight: microbatches whose activations it may hold.
         interference: part of a transfer's time that its computing loses, at either end.
@@ -59,6 +60,7 @@ class StageSeconds:
     hidden_s: float = 0.0
     weights_hidden_s: float = 0.0
     weights_s: float = 0.0
+    split_s: float = 0.0
     delay: int = 0
     interference: float = 0.0
     awaits: tuple[OnceTransfer, ...] = ()
@@ -77,7 +79,7 @@ class StageSeconds:
     def turn_s(self, turn: Turn) -> float:
         """Return the seconds of a turn."""
         if turn.weights:
-            return self.weights_s
+            return self.weights_s + self.split_s
         late_s = self.weights_s if self.delay else 0.0
         return self.backward_s - late_s if turn.backward else self.forward_s
 

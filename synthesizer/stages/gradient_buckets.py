@@ -6,7 +6,7 @@ A bucket is reduced as soon as the last of its gradients is complete, as in Dist
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,10 +15,9 @@ import numpy as np
 from hap.ir.delayed_weights import delayable
 from hap.ir.graph import Graph
 from hap.ir.last_turn import after_microbatches, beside_last
-from hap.ir.program import Convert, Instruction, Program, Value
-from hap.synthesizer.cost.contention import Streams
+from hap.ir.program import Convert, Instruction, Program
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.schedule.event_simulator import group_seconds
+from hap.synthesizer.stages.turn_seconds import TimedProgram
 
 BUCKETS = (3, 8, 24)
 """Numbers of buckets that are tried, besides the search's own."""
@@ -39,22 +38,20 @@ class LastTurn(NamedTuple):
     weights_hidden_s: float = 0.0
 
 
-def last_turn(graph: Graph, program: Program, cost: CostModel) -> LastTurn:
+def last_turn(timed: TimedProgram) -> LastTurn:
     """Return the seconds of a stage's last turn."""
+    graph, program = timed.graph, timed.program
     beside = beside_last(graph, program)
     if not beside:
         return LastTurn()
-    early_s = _turn_s(graph, program, cost, beside, overlap=False)
-    turn = _backward(graph, program)
+    early_s = timed.turn_s(beside, overlap=False)
     late = delayable(graph, program)
 
-    def hidden_s(turn: Collection[int]) -> float:
-        serial_s, overlapped_s = (
-            _turn_s(graph, program, cost, turn, overlap=overlap) for overlap in (False, True)
-        )
-        return min(early_s, max(0.0, serial_s - overlapped_s))
+    def hidden_s(turn: frozenset[int]) -> float:
+        apart_s = timed.turn_s(turn - beside) + early_s
+        return min(early_s, max(0.0, apart_s - timed.turn_s(turn)))
 
-    whole_s = hidden_s(turn)
+    whole_s = hidden_s(turn := _backward(graph, program))
     return LastTurn(early_s, whole_s, hidden_s(turn & (late | beside)) if late else whole_s)
 
 
@@ -62,12 +59,14 @@ def in_buckets(graph: Graph, program: Program, cost: CostModel) -> Program:
     """Return a stage's program with its reductions in the buckets that hide most of their time."""
     if cost.hardware.cluster.world_size == 1 or not beside_last(graph, program):
         return program
-    found = program
-    least_s = _turn_s(graph, program, cost, _backward(graph, program), overlap=True)
+
+    def backward_s(tried: Program) -> float:
+        return TimedProgram(graph, tried, cost).turn_s(_backward(graph, tried))
+
+    found, least_s = program, backward_s(program)
     for count in BUCKETS:
         tried = with_buckets(graph, program, cost, count)
-        step_s = _turn_s(graph, tried, cost, _backward(graph, tried), overlap=True)
-        if step_s < WORTH * least_s:
+        if (step_s := backward_s(tried)) < WORTH * least_s:
             found, least_s = tried, step_s
     return found
 
@@ -76,28 +75,6 @@ def _backward(graph: Graph, program: Program) -> frozenset[int]:
     """Return the instructions of a backward, with those that may run beside the last one."""
     _, late = after_microbatches(graph, program)
     return frozenset(k for k, s in enumerate(program.instructions) if s.backward) - late
-
-
-def _turn_s(
-    graph: Graph, program: Program, cost: CostModel, turn: Collection[int], *, overlap: bool
-) -> float:
-    """Return the seconds of some instructions on the streams of the stage's ranks."""
-    streams = Streams(cost.hardware, overlap=overlap)
-    numbers: dict[Value, int] = {}  # value -> the collective that makes it
-    for first, end in program.bounds(graph):
-        group = [program.instructions[k] for k in range(first, end) if k in turn]
-        if not group:
-            continue
-        seconds, messages = group_seconds(graph, group, cost)
-        if messages:
-            number = streams.issue(float(seconds.max()), messages)
-            numbers.update((v, number) for s in group for v in s.writes(graph))
-        else:
-            read = (v for s in group for v in s.reads(graph))
-            streams.wait(max((numbers[v] for v in read if v in numbers), default=-1))
-            streams.compute(seconds)
-    streams.drain()
-    return max(streams.now_s, float(streams.least_s.max()))
 
 
 def with_buckets(graph: Graph, program: Program, cost: CostModel, count: int) -> Program:

@@ -9,9 +9,10 @@ import numpy as np
 
 from hap.ir.delayed_weights import delayable
 from hap.ir.graph import Graph
+from hap.ir.last_turn import after_microbatches
 from hap.ir.microbatch import EACH, Phase, is_sum, phases
-from hap.ir.pipeline_order import AHEAD
-from hap.ir.program import Compute, Convert, Program, Value
+from hap.ir.pipeline_order import AHEAD, PENDING
+from hap.ir.program import Compute, Convert, Program, Value, reads, writes
 from hap.ir.returned_sums import returned_conversions, returned_values
 from hap.ir.weight_gathers import before_microbatches
 from hap.synthesizer.cost.cost_model import CostModel
@@ -63,7 +64,8 @@ def stage_bytes(
         return found
 
     early = before_microbatches(part, program, each)
-    stored, peak = memory(part, program, cost, updating=False, throughout=early)
+    until = last_groups(part, program, early)
+    stored, peak = memory(part, program, cost, until=until, updating=False, throughout=early)
     updating = sum(while_updating(part, program, cost).values(), nbytes([]))
     ahead = min(in_flight, microbatches) - 1
     received, of_node = _received(part, program), phases(part)
@@ -79,6 +81,43 @@ def stage_bytes(
         stored_bytes=stored, saved_bytes=saved, peak_bytes=np.maximum(peak, updating),
         waiting_bytes=waiting, sums_bytes=sums, message_bytes=beside,
     )  # fmt: skip
+
+
+def last_groups(part: Graph, program: Program, early: Collection[int] = ()) -> list[int]:
+    """Return the last group that may begin before each group has ended.
+
+    A collective of a microbatch has ended where computing reads its result, or waits because enough later ones
+    were issued.
+
+    Args:
+        early: instructions that run before the microbatches.
+    """
+    once = frozenset(early).union(*after_microbatches(part, program))
+    bounds, under_way, issued = program.bounds(part), dict[int, set[Value]](), list[int]()
+    found, backward = [*range(len(bounds))], False
+
+    def end(groups: Iterable[int], at: int) -> None:
+        for k in [*groups]:
+            found[k] = at
+            del under_way[k]
+
+    for at, (first, stop) in enumerate(bounds):
+        group = program.instructions[first:stop]
+        collective = isinstance(step := group[0], Convert) and not step.local
+        if group[0].backward != backward:
+            backward = group[0].backward
+            end(under_way, at - 1)
+            issued.clear()
+        elif not collective and first not in once:
+            read = {*reads(part, group)}
+            end((k for k, made in under_way.items() if not made.isdisjoint(read)), at - 1)
+        if collective and not once.issuperset(range(first, stop)):
+            under_way[at] = {*writes(part, group)}
+            issued.append(at)
+            if len(issued) > PENDING:
+                end((k for k in under_way if k <= issued[-1 - PENDING]), at)
+    end(under_way, len(bounds) - 1)
+    return found
 
 
 def _received(part: Graph, program: Program) -> dict[bool, list[Value]]:

@@ -22,6 +22,7 @@ from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.stages.device_blocks import Ranks
 from hap.synthesizer.stages.gradient_buckets import in_buckets
+from hap.synthesizer.stages.overlapped_turns import overlapped
 from hap.synthesizer.stages.stage_memory import stage_bytes
 from hap.synthesizer.stages.stage_times import SumsOverTime, stage_cost
 from hap.synthesizer.synthesize import Synthesizer
@@ -105,7 +106,7 @@ class StageSynthesizer(Synthesizer):
         """Return the program and shares of a microbatch.
 
         Args:
-            buckets: reduce gradients beside the last backward.
+            buckets: reduce gradients beside the last backward, and order collectives so that they overlap.
 
         Raises:
             HapError: the allowed placements admit no program.
@@ -120,9 +121,11 @@ class StageSynthesizer(Synthesizer):
         part = self._task.part
         cost = stage_cost(part, program, shares, self.hardware, self._states)
         bucketed = in_buckets(part, program, cost)
-        if bucketed is program or self._lack(bucketed, cost).max() > self._lacking(pair).max():
-            return program, shares
-        return bucketed, shares
+        most = self._lacking(pair).max()
+        for tried in (overlapped(part, bucketed, cost), bucketed):
+            if tried is not program and self._lack(tried, cost).max() <= most:
+                return tried, shares
+        return program, shares
 
     def _lacking(self, pair: Candidate) -> PerRank:
         if pair not in self._lacks:

@@ -19,9 +19,9 @@ from hap.ir.weight_gathers import forward_gathers
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.rules.rule_table import Row
-from hap.synthesizer.schedule.event_simulator import group_seconds
 from hap.synthesizer.stages.gradient_buckets import last_turn
 from hap.synthesizer.stages.stage_memory import stage_bytes
+from hap.synthesizer.stages.turn_seconds import TimedProgram
 
 _PHASES = ("before", "shared", "forward", "backward", "returned", "after")
 
@@ -41,15 +41,15 @@ class StageFigures:
     """Figures of a stage's program; vectors have an entry per rank of the stage.
 
     Attributes:
-        before_s, shared_s, forward_s, backward_s, after_s, early_s, hidden_s, weights_hidden_s: as in
-            :class:`hap.synthesizer.schedule.pipeline_simulator.StageSeconds`; the update is in
+        before_s, shared_s, forward_s, backward_s, after_s, early_s, hidden_s, weights_hidden_s, weights_s, split_s:
+            as in :class:`hap.synthesizer.schedule.pipeline_simulator.StageSeconds`; the update is in
             ``after_s``.
         returned_s: the part of ``after_s`` before sums for other stages can be sent.
         pieces: (seconds, pieces) of what is converted beside its transfer, by tensor: it is in no other figure
             but ``communicate_s``. See :mod:`hap.ir.shared_pieces`.
         compute_s: computing in all of a step's microbatches, without collectives.
         communicate_s: collectives inside the stage in all of a step.
-        weights_s: of the part of a microbatch's backward that may be delayed.
+        beside_s: those that run beside computing in all of a step's microbatches.
         stored_bytes, saved_bytes, peak_bytes, waiting_bytes, sums_bytes, message_bytes: as in
             :class:`hap.synthesizer.stages.stage_memory.StageBytes`.
     """
@@ -66,10 +66,12 @@ class StageFigures:
     pieces: Mapping[str, tuple[float, int]]
     compute_s: PerRank
     communicate_s: float
+    beside_s: float
     stored_bytes: PerRank
     saved_bytes: PerRank
     peak_bytes: PerRank
     weights_s: float
+    split_s: float
     waiting_bytes: PerRank
     sums_bytes: PerRank
     message_bytes: PerRank
@@ -121,8 +123,9 @@ def figures(
     late, once = delayable(part, program), returned_conversions(part, program)
     split, pieces = in_pieces(part, program, world), dict[str, tuple[float, int]]()
     each = forward_gathers(part, program) if gather_each else frozenset[int]()
-    weights, weights_moved = np.zeros(world), 0.0
-    for first, end in program.bounds(part):
+    turns: dict[str, set[int]] = {"forward": set(), "backward": set()}
+    timed = TimedProgram(part, program, cost)
+    for first, end, seconds, messages in timed.groups:
         group = program.instructions[first:end]
         in_each = not each.isdisjoint(range(first, end))
         for step in group:
@@ -130,7 +133,6 @@ def figures(
             made.update(dict.fromkeys(step.writes(part), name))
         if name == "backward" and once.issuperset(range(first, end)):
             name = "returned"
-        seconds, messages = group_seconds(part, group, cost)
         if first in split and isinstance(step := group[0], Convert):
             more_s = (split[first] - 1) * cost.start_s(step)
             pieces[step.tensor] = float(seconds.max()) + more_s, split[first]
@@ -139,21 +141,28 @@ def figures(
             work[name][1] += host_s
         else:
             work[name] += seconds, host_s * (seconds > 0)
-        if name == "backward" and first in late:
-            weights_moved += float(seconds.max()) if messages else 0.0
-            weights += 0.0 if messages else seconds
+        if name in turns and first not in split:
+            turns[name].update(range(first, end))
     adding = _adding(part, program, cost)
-    work["backward"] += adding
-    weights_s = float((weights + adding[0]).max()) + weights_moved if late else 0.0
     for i in part.role("parameter"):
         if i.target in part.gradients:
             seconds = cost.update(part.tensors[i.tensor], program.inputs[i.tensor])
             work["after"] += seconds, host_s * (seconds > 0)
-    if recompute:
-        work["backward"] += work["forward"]
-        moved["backward"] += moved["forward"]
     for name, (computing, issuing) in work.items():
         slowest[name] = max(float(computing.max()) + moved[name], float(issuing.max()))
+    one_by_one_s = {name: slowest[name] for name in turns}
+    slowest.update((name, timed.turn_s(turn)) for name, turn in turns.items() if moved[name])
+    urgent_s = timed.turn_s(turns["backward"] - late) if late else slowest["backward"]
+    later_s = timed.turn_s(turns["backward"] & late) if late else 0.0
+    weights_s = max(0.0, slowest["backward"] - urgent_s)
+    adding_s = float(adding.max())
+    work["backward"] += adding
+    slowest["backward"] += adding_s
+    if recompute:
+        work["backward"] += work["forward"]
+        for each_s in (moved, slowest, one_by_one_s):
+            each_s["backward"] += each_s["forward"]
+    beside_s = sum(max(0.0, one_by_one_s[name] - slowest[name]) for name in turns)
 
     held = stage_bytes(
         part, program, cost, microbatches, in_flight, delay, recompute=recompute, each=each
@@ -162,12 +171,13 @@ def figures(
     return StageFigures(
         before_s=slowest["before"], shared_s=slowest["shared"], forward_s=slowest["forward"],
         backward_s=slowest["backward"], after_s=slowest["returned"] + slowest["after"],
-        **last_turn(part, program, cost)._asdict(),
+        **last_turn(timed)._asdict(), beside_s=microbatches * beside_s,
         returned_s=slowest["returned"], pieces=pieces,
         compute_s=sum((times.get(n, 1) * w[0] for n, w in work.items()), np.zeros(world)),
         communicate_s=sum(times.get(n, 1) * s for n, s in moved.items())
         + sum(s for s, _ in pieces.values()),
-        weights_s=min(weights_s, slowest["backward"]), **held._asdict(),
+        weights_s=weights_s + adding_s if late else 0.0, split_s=later_s - weights_s,
+        **held._asdict(),
         in_flight=min(in_flight, microbatches), delay=delay, recompute=recompute,
         gather_each=gather_each,
     )  # fmt: skip

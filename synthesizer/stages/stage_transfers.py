@@ -125,7 +125,8 @@ class StageTransfers:
                     return_s=back, before_s=each.before_s, shared_s=each.shared_s,
                     after_s=each.after_s, early_s=each.early_s,
                     hidden_s=each.hidden_s, weights_hidden_s=each.weights_hidden_s, awaits=awaits,
-                    in_flight=each.in_flight, weights_s=each.weights_s, delay=each.delay,
+                    in_flight=each.in_flight, weights_s=each.weights_s,
+                    split_s=each.split_s, delay=each.delay,
                     interference=max(
                         self._cluster.devices[r].contention.interference for r in stage.ranks
                     ),
