@@ -51,7 +51,7 @@ def accumulating(file: ModelFile, cluster: Cluster, *, buckets: bool) -> Plan:
     sketch = Sketch(groups=groups, cuts=(), microbatches=MICROBATCHES, estimate_s=0.0, least_s=0.0)
     found = search.pipeline(sketch, lambda task: StageSynthesizer(
         task, cluster, kind.states
-    ).chosen(buckets=buckets))  # fmt: skip
+    ).chosen(in_order=buckets))  # fmt: skip
     assert found is not None
     time = found.over_time
     return Plan(

@@ -22,7 +22,7 @@ from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.stages.stage_estimates import Sketch
 from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
-from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask, of_microbatch
+from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask
 from hap.synthesizer.synthesize import proportional_shares
 
 STAGES = (2, 4, 8)
@@ -104,7 +104,7 @@ class _Programs:
             try:
                 allowed = _receiving(space, restriction(space))
                 search = StageSynthesizer(task, cluster, self._search.states, allowed)
-                return of_microbatch(search.cheapest(even))
+                return search.in_order(search.cheapest(even))
             except HapError:
                 continue
         return None

@@ -13,7 +13,7 @@ from dataclasses import replace
 from hap.ir.graph import Graph
 from hap.ir.last_turn import after_microbatches
 from hap.ir.placement import P
-from hap.ir.program import Compute, Convert, Instruction, Program, Value
+from hap.ir.program import Compute, Convert, Instruction, Program, Value, reads, writes
 from hap.ir.weight_gathers import before_microbatches, forward_gathers
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.stages.turn_seconds import TimedProgram
@@ -64,6 +64,7 @@ def with_depth(graph: Graph, program: Program, depth: int) -> Program:
     """
     if not depth:
         return program
+    program = _urgent_first(graph, program)
     moved = _Moves(graph, program, depth)
     for backward in (False, True):
         moved.issue_early(backward)
@@ -73,6 +74,37 @@ def with_depth(graph: Graph, program: Program, depth: int) -> Program:
     order = [*moved.order()]
     assert len(order) == len(program.instructions), "an instruction was moved twice"
     return replace(program, instructions=tuple(order))
+
+
+def _urgent_first(graph: Graph, program: Program) -> Program:
+    """Return the program in which what a collective of activations does not need comes behind it.
+
+    Between two such collectives, products that make gradients of weights then run beside the second one.
+    """
+    moves, bounds = _Moves(graph, program, 1), program.bounds(graph)
+    order, region, backward = list[tuple[int, int]](), list[tuple[int, int]](), False
+    for group in bounds:
+        if program.instructions[group[0]].backward is not backward:
+            backward = not backward
+            order, region = order + region, []
+        if moves.urgent(group[0]):
+            needed = moves.needed(group, region)
+            order += [*(g for g in region if g in needed), group]
+            region = [g for g in region if g not in needed]
+        else:
+            region.append(group)
+    order += region
+    return program if order == [*bounds] else _ordered(program, order)
+
+
+def _ordered(program: Program, groups: Sequence[tuple[int, int]]) -> Program:
+    """Return the program in another order of its groups, which stay apart."""
+    steps = [
+        replace(step, bucket=first + 1) if isinstance(step, Convert) else step
+        for first, end in groups
+        for step in program.instructions[first:end]
+    ]
+    return replace(program, instructions=tuple(steps))
 
 
 class _Moves:
@@ -89,6 +121,7 @@ class _Moves:
         self._chains = self._of_weights(program)
         ends = zip(graph.outputs, program.outputs, strict=True)
         self._sent = {Value(o.tensor, p) for o, p in ends if o.role in ("sent", "returned")}
+        self._loose = {side: self._of_reductions(side) for side in (False, True)}
         self._before: dict[int, list[int]] = {}
         self.gone = set[int]()
 
@@ -139,7 +172,7 @@ class _Moves:
 
     def read_late(self, backward: bool) -> None:
         """Move what follows from a reduction alone before a later reduction."""
-        loose, reductions = self._of_reductions(backward), []
+        loose, reductions = self._loose[backward], []
         for k in self._collectives(backward):
             read = [n for m in range(k, self._bounds[k]) for n in self._read_by(m)]
             if self._reduces(k) and loose.issuperset(read):
@@ -188,6 +221,26 @@ class _Moves:
             if not sent and last.issuperset(self._read_by(k)):
                 last.add(k)
         return last
+
+    def urgent(self, k: int) -> bool:
+        """Return whether an instruction begins a collective that computing on its side waits for."""
+        step = self._steps[k]
+        if not isinstance(step, Convert) or step.local or k in self._after or k in self._chains:
+            return False
+        read = [n for m in range(k, self._bounds[k]) for n in self._read_by(m)]
+        return not self._loose[step.backward].issuperset(read)
+
+    def needed(
+        self, group: tuple[int, int], among: Sequence[tuple[int, int]]
+    ) -> set[tuple[int, int]]:  # fmt: skip
+        """Return those of some groups, in order, on which another one depends."""
+        values, found = {*reads(self._graph, self._steps[slice(*group)])}, set[tuple[int, int]]()
+        for other in reversed(among):
+            steps = self._steps[slice(*other)]
+            if not values.isdisjoint(writes(self._graph, steps)):
+                found.add(other)
+                values.update(reads(self._graph, steps))
+        return found
 
     def _reduces(self, k: int) -> bool:
         step = self._steps[k]

@@ -102,11 +102,11 @@ class StageSynthesizer(Synthesizer):
         self._task = task
         self._lacks: dict[Candidate, PerRank] = {}
 
-    def chosen(self, *, buckets: bool = True) -> tuple[Program, Shares]:
+    def chosen(self, *, in_order: bool = True) -> tuple[Program, Shares]:
         """Return the program and shares of a microbatch.
 
         Args:
-            buckets: reduce gradients beside the last backward, and order collectives so that they overlap.
+            in_order: order the instructions so that collectives overlap computing.
 
         Raises:
             HapError: the allowed placements admit no program.
@@ -115,10 +115,14 @@ class StageSynthesizer(Synthesizer):
         if self.cluster.world_size > 1:
             pair = self.search(self.balance(pair))
             pair = min((pair, self.judge(pair.program, self.balance(pair))), key=self._objective)
-        program, shares = of_microbatch(pair)
-        if not buckets:
-            return program, shares
-        part = self._task.part
+        return self.in_order(pair) if in_order else of_microbatch(pair)
+
+    def in_order(self, pair: Candidate) -> tuple[Program, Shares]:
+        """Return the program of a microbatch in an order in which collectives overlap, and the shares.
+
+        It lacks no more memory than in the order of the search.
+        """
+        part, (program, shares) = self._task.part, of_microbatch(pair)
         cost = stage_cost(part, program, shares, self.hardware, self._states)
         bucketed = in_buckets(part, program, cost)
         most = self._lacking(pair).max()
