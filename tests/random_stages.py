@@ -14,6 +14,7 @@ from hap.synthesizer.stages.gradient_buckets import with_buckets
 from hap.synthesizer.stages.overlapped_turns import with_depth
 from hap.synthesizer.stages.stage_times import stage_cost
 from hap.synthesizer.stages.time_axis import OverTime, over_time
+from hap.synthesizer.stages.turn_seconds import TimedProgram
 from tests.random_plans import Case, random_program, two_machines
 
 FAMILIES = ("vit", "bert", "gpt2", "llama", "t5", "bert_moe", "wide_mlp", "mlp")
@@ -76,8 +77,8 @@ def random_staged_plan(
         cluster = two_machines(count)
         program, own = random_program(build_space(graph), cluster, rng)
         cost = stage_cost(graph, program, own, HardwareModel(cluster), 2)
+        program = with_depth(TimedProgram(graph, program, cost), depths.choice((0, 1, 3)))
         program = with_buckets(graph, program, cost, buckets.choice((1, 2, 5)))
-        program = with_depth(graph, program, depths.choice((0, 1, 3)))
         ahead = (len(groups) - number) * more
         stages.append(
             Stage(

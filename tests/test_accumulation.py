@@ -152,7 +152,9 @@ def test_gathers_run_in_each_microbatch(family: str, seed: int) -> None:
             assert once - {*split} == {k for s in BEFORE for k in made[s]}
             assert numbers <= {*made[StageSegment.FORWARD]}
         once_, again = found[False], found[True]
-        assert (again.peak_bytes <= once_.peak_bytes).all() or not each
+        steps = (program.instructions[k] for k in each)
+        gathering = 2 * sum(part.tensors[s.tensor].nbytes for s in steps if isinstance(s, Convert))
+        assert (again.peak_bytes <= once_.peak_bytes + gathering).all()
         assert again.before_s <= once_.before_s
         assert again.forward_s >= once_.forward_s
         if not each:

@@ -67,13 +67,13 @@ def microbatch(part: Graph, program: Program, *, backward: bool) -> frozenset[in
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "seed"), itertools.product(FAMILIES, range(3)))
 def test_an_order_has_the_same_instructions(family: str, seed: int) -> None:
-    for part, stage, _ in stages(family, seed):
+    for part, stage, cost in stages(family, seed):
         program = stage.program
         for depth in DEPTHS:
-            moved = with_depth(part, program, depth)
+            moved = with_depth(TimedProgram(part, program, cost), depth)
             moved.check(part)
             assert steps_of(part, moved) == steps_of(part, program)
-            again = with_depth(part, moved, depth)
+            again = with_depth(TimedProgram(part, moved, cost), depth)
             assert Counter(map(unfused, again.instructions)) == Counter(
                 map(unfused, program.instructions)
             )
@@ -148,7 +148,9 @@ def test_gathers_are_issued_early_and_reductions_are_read_late(family: str) -> N
         for backward in (False, True):
             plain = weights_in_use(part, program, backward=backward)
             for depth in DEPTHS:
-                found = weights_in_use(part, with_depth(part, program, depth), backward=backward)
+                found = weights_in_use(
+                    part, with_depth(TimedProgram(part, program, cost), depth), backward=backward
+                )
                 assert found <= plain + depth
         chosen = overlapped(part, program, cost)
         for backward in (False, True):

@@ -124,10 +124,10 @@ class StageSynthesizer(Synthesizer):
         """
         part, (program, shares) = self._task.part, of_microbatch(pair)
         cost = stage_cost(part, program, shares, self.hardware, self._states)
-        bucketed = in_buckets(part, program, cost)
         most = self._lacking(pair).max()
-        for tried in (overlapped(part, bucketed, cost), bucketed):
-            if tried is not program and self._lack(tried, cost).max() <= most:
+        for order in (overlapped(part, program, cost), program):
+            tried = in_buckets(part, order, cost)
+            if self._lack(tried, cost).max() <= most:
                 return tried, shares
         return program, shares
 
