@@ -49,8 +49,9 @@ def test_turns_take_at_least_the_time_of_the_host(seed: int) -> None:
         assert max(free) < 0.5
         assert 0 < sum(one) <= issued.sum()
         for side in (0, 1):
-            assert one[side] == pytest.approx(round(one[side])), "a whole number of operators"
-            assert two[side] == pytest.approx(2 * one[side])
+            # The host issues a whole number of operators; the last of them then takes its own time.
+            assert 0 <= one[side] - round(one[side]) + 1e-9 <= free[side] + 2e-9
+            assert two[side] == pytest.approx(2 * round(one[side]), abs=free[side] + 1e-9)
 
 
 def test_groups_take_the_longer_of_computing_and_issuing() -> None:

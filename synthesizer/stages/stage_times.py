@@ -144,6 +144,7 @@ def figures(
         if name in turns and first not in split:
             turns[name].update(range(first, end))
     adding = _adding(part, program, cost)
+    work["backward"] += adding
     for i in part.role("parameter"):
         if i.target in part.gradients:
             seconds = cost.update(part.tensors[i.tensor], program.inputs[i.tensor])
@@ -151,13 +152,13 @@ def figures(
     for name, (computing, issuing) in work.items():
         slowest[name] = max(float(computing.max()) + moved[name], float(issuing.max()))
     one_by_one_s = {name: slowest[name] for name in turns}
-    slowest.update((name, timed.turn_s(turn)) for name, turn in turns.items() if moved[name])
+    adding_s = {"forward": 0.0, "backward": float(adding[0].max())}
+    slowest.update(
+        (name, timed.turn_s(turn) + adding_s[name]) for name, turn in turns.items() if moved[name]
+    )
     urgent_s = timed.turn_s(turns["backward"] - late) if late else slowest["backward"]
-    later_s = timed.turn_s(turns["backward"] & late) if late else 0.0
+    later_s = timed.turn_s(turns["backward"] & late) + adding_s["backward"] if late else 0.0
     weights_s = max(0.0, slowest["backward"] - urgent_s)
-    adding_s = float(adding.max())
-    work["backward"] += adding
-    slowest["backward"] += adding_s
     if recompute:
         work["backward"] += work["forward"]
         for each_s in (moved, slowest, one_by_one_s):
@@ -176,7 +177,7 @@ def figures(
         compute_s=sum((times.get(n, 1) * w[0] for n, w in work.items()), np.zeros(world)),
         communicate_s=sum(times.get(n, 1) * s for n, s in moved.items())
         + sum(s for s, _ in pieces.values()),
-        weights_s=weights_s + adding_s if late else 0.0, split_s=later_s - weights_s,
+        weights_s=weights_s, split_s=later_s - weights_s,
         **held._asdict(),
         in_flight=min(in_flight, microbatches), delay=delay, recompute=recompute,
         gather_each=gather_each,
