@@ -2,12 +2,13 @@
 
     python -m benchmarks.accumulation                           vit and gpt2, four devices
     python -m benchmarks.accumulation --models bert --rate "1 Gbit/s"
+    python -m benchmarks.accumulation --memory "40 MiB"         weights in shards
 
-All contenders run a step in four microbatches and reduce its gradients once. *In buckets* is the plan that the
-planner makes: it reduces beside the last backward. *At the end* is the same program with its
-reductions after it. *DDP* accumulates in ``no_sync`` until the last microbatch. They take turns: seconds are
-medians and interquartile ranges, ratios are medians over the rounds. Plans are made for the figures of
-the cluster file. *Predicted* is the ratio of both plans.
+All contenders run a step in four microbatches. *Overlapped* is the plan that the planner makes: weights are
+gathered early, and gradients reduced beside the last backward. *As searched* is the same program in the order of
+the search, with its reductions after the last backward. *DDP* accumulates in ``no_sync`` until the last
+microbatch. They take turns: seconds are medians and interquartile ranges, ratios are medians over the rounds.
+Plans are made for the figures of the cluster file. *Predicted* is the ratio of both plans.
 """
 
 from __future__ import annotations
@@ -39,11 +40,20 @@ from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer
 from hap.units import format_seconds, parse
 
 HERE = Path(__file__).parent
-BUCKETS, END = "in buckets", "at the end"
-HEAD = ("model", "DDP", BUCKETS, END, "over DDP", "over the end", "predicted")
+OVERLAPPED, SEARCHED = "overlapped", "as searched"
+HEAD = (
+    "model",
+    "DDP",
+    OVERLAPPED,
+    SEARCHED,
+    "over DDP",
+    "over as searched",
+    "predicted",
+    "gathers",
+)
 
 
-def accumulating(file: ModelFile, cluster: Cluster, *, buckets: bool) -> Plan:
+def accumulating(file: ModelFile, cluster: Cluster, *, in_order: bool) -> Plan:
     """Return the plan of one stage on all devices, in :data:`MICROBATCHES` microbatches."""
     kind = examine(file.optimizer or default_optimizer)
     search = StageSearch(build_space(graph_of(file)), cluster, kind.states)
@@ -51,8 +61,9 @@ def accumulating(file: ModelFile, cluster: Cluster, *, buckets: bool) -> Plan:
     sketch = Sketch(groups=groups, cuts=(), microbatches=MICROBATCHES, estimate_s=0.0, least_s=0.0)
     found = search.pipeline(sketch, lambda task: StageSynthesizer(
         task, cluster, kind.states
-    ).chosen(in_order=buckets))  # fmt: skip
-    assert found is not None
+    ).chosen(in_order=in_order))  # fmt: skip
+    if found is None:
+        raise SystemExit(f"{file.path}: no plan on all devices fits their memory")
     time = found.over_time
     return Plan(
         source=Source(path=str(file.path), function=file.function), graph=time.graph,
@@ -62,18 +73,22 @@ def accumulating(file: ModelFile, cluster: Cluster, *, buckets: bool) -> Plan:
     )  # fmt: skip
 
 
-def raced(bed: Testbed, cluster: Cluster, file: ModelFile, rounds: int) -> dict[str, Entry]:
-    """Return the contenders' steps by name; the plans' with their predictions."""
+def raced(
+    bed: Testbed, cluster: Cluster, file: ModelFile, rounds: int
+) -> tuple[dict[str, Entry], str]:  # fmt: skip
+    """Return the contenders' steps by name, and how often the plans gather weights."""
     with tempfile.TemporaryDirectory() as folder:
-        plans = {}
-        for name in (BUCKETS, END):
-            plans[name] = Path(folder) / f"{name}.json"
-            accumulating(file, cluster, buckets=name == BUCKETS).save(plans[name])
-        predicted = {name: Plan.load(path).prediction.step_s for name, path in plans.items()}
-        entries = take_turns(bed, file, (ACCUMULATING, *plans), plans, cluster, rounds)
+        paths, plans = dict[str, Path](), dict[str, Plan]()
+        for name in (OVERLAPPED, SEARCHED):
+            paths[name] = Path(folder) / f"{name}.json"
+            plans[name] = accumulating(file, cluster, in_order=name == OVERLAPPED)
+            plans[name].save(paths[name])
+        entries = take_turns(bed, file, (ACCUMULATING, *paths), paths, cluster, rounds)
     for entry in entries:
-        entry.predicted_s = predicted.get(entry.name, 0.0)
-    return {entry.name: entry for entry in entries}
+        if plan := plans.get(entry.name):
+            entry.predicted_s = plan.prediction.step_s
+    each = {stage.gather_each for p in plans.values() if p.stages for stage in p.stages.stages}
+    return {e.name: e for e in entries}, "in each microbatch" if each == {True} else "once"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -85,24 +100,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", default="race", help="function of the model files")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rate", help="of the link between devices; by default the cluster's")
+    parser.add_argument("--memory", help="of each device for the plans; by default the cluster's")
     options = parser.parse_args(arguments)
     cluster = load_cluster(HERE / "clusters" / "race_even.yaml")
     if options.rate:
         link = replace(cluster.inter, bandwidth_bytes_per_s=parse(options.rate, "bytes/s"))
         cluster = replace(cluster, inter=link)
+    if options.memory:
+        nbytes = round(parse(options.memory, "bytes"))
+        devices = tuple(replace(d, memory_bytes=nbytes) for d in cluster.devices)
+        cluster = replace(cluster, devices=devices)
     rows = []
     with Testbed(roomy(cluster), cores=1.0) as bed:
         for name in options.models:
             file = load_model_file(f"{HERE / 'models' / name}.py:{options.size}")
-            found = raced(bed, cluster, file, options.rounds)
+            found, gathers = raced(bed, cluster, file, options.rounds)
             if voids := {e.name: e.void for e in found.values() if not e.counts}:
                 raise SystemExit(f"{name}: {voids}")
-            shown = [found[n] for n in (ACCUMULATING, BUCKETS, END)]
-            base, ours, end = shown
+            shown = [found[n] for n in (ACCUMULATING, OVERLAPPED, SEARCHED)]
+            base, ours, searched = shown
             rows.append((
                 name, *(f"{format_seconds(e.median_s)} ± {format_seconds(e.spread_s)}" for e in shown),
-                f"{_gain(base, ours):.2f}x", f"{_gain(end, ours):.2f}x",
-                f"{end.predicted_s / ours.predicted_s:.2f}x",
+                f"{_gain(base, ours):.2f}x", f"{_gain(searched, ours):.2f}x",
+                f"{searched.predicted_s / ours.predicted_s:.2f}x", gathers,
             ))  # fmt: skip
     emit(table(HEAD, rows, right=range(1, len(HEAD))))
 
