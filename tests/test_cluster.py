@@ -442,6 +442,24 @@ def test_an_unknown_gpu_does_elementwise_work_as_one_of_the_catalogue() -> None:
     assert mine.seconds(update) == pytest.approx(known.seconds(update), rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "kinds"),
+    [
+        ("{A100-40: 1, V100-16: 2}", ["A100-40", "V100-16", "V100-16"]),
+        ("{type: V100-16, count: 2}", ["V100-16", "V100-16"]),
+    ],
+)
+def test_a_node_may_count_its_gpus_by_type(gpus: str, kinds: list[str]) -> None:
+    cluster = load_cluster(f"nodes:\n  - {{name: box, gpus: {gpus}}}\n")
+    assert [d.kind for d in cluster.devices] == kinds
+
+
+@pytest.mark.parametrize("gpus", ["{}", "{A100-40: 0}", "{A100-40: many}", "{4: 1}"])
+def test_a_mapping_of_gpus_without_counts_is_refused(gpus: str) -> None:
+    with pytest.raises(ClusterError):
+        load_cluster(f"nodes:\n  - {{name: box, gpus: {gpus}}}\n")
+
+
 def test_a_node_may_mix_gpus_and_override_figures() -> None:
     cluster = load_cluster("""\
 nodes:

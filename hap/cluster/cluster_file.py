@@ -177,10 +177,9 @@ def _between(links: _Section, top: _Section, intra: Mapping[str, Link]) -> Link:
         return _link(links, "between", _BETWEEN_LATENCY_S)
     if len(intra) > 1:
         raise ClusterError(
-            "several nodes, but no link between them",
-            where=top.where("nodes"),
+            "several nodes, but no link between them", where=top.where("nodes"),
             hint="add links: {between: {bandwidth: 10 Gbit/s, latency: 30 us}}",
-        )
+        )  # fmt: skip
     (link,) = intra.values()
     return unused(link)
 
@@ -200,14 +199,13 @@ def _node(node: _Section, links: _Section) -> _Node:
     count = node.count("count", at_least=1)
     raw = node.required("gpus", "gpus: 8 together with type: V100-16, or a list of GPUs")
     devices: list[Device] = []
-    if isinstance(raw, list):
+    if isinstance(raw, (list, dict)):
         if "type" in node.data:
             raise ClusterError(
-                "a node with a list of GPUs has no type of its own",
-                where=node.where("type"),
+                "a node with a list of GPUs has no type of its own", where=node.where("type"),
                 hint="write the type in each entry of the list: {type: V100-16, count: 4}",
-            )
-        for item, where in node.items("gpus"):
+            )  # fmt: skip
+        for item, where in _counted(raw, node.where("gpus")) or node.items("gpus"):
             item = {"type": item} if isinstance(item, (str, int)) else item
             gpu = _Section(item, where, node.file, ("type", "count", *_FIGURES))
             # Figures of the node apply to its GPUs, unless the entry itself overrides them.
@@ -217,10 +215,15 @@ def _node(node: _Section, links: _Section) -> _Node:
         devices = [_figures(_pattern(node, (node,)), node)] * number
     return _Node(
         names=tuple(f"{name}-{i}" for i in range(count)) if count > 1 else (name,),
-        devices=tuple(devices),
-        link=_inside(node, links, devices),
-        where=node.place,
-    )
+        devices=tuple(devices), link=_inside(node, links, devices), where=node.place,
+    )  # fmt: skip
+
+
+def _counted(gpus: object, where: str) -> list[tuple[Any, str]]:
+    """Return the entries of a mapping of GPUs, ``{A100-40: 4, V100-16: 8}`` or ``{type: A100-40, count: 4}``."""
+    if not isinstance(gpus, dict) or "type" in gpus:
+        return [(gpus, where)] if isinstance(gpus, dict) else []
+    return [({"type": kind, "count": number}, where) for kind, number in gpus.items()]
 
 
 def _inside(node: _Section, links: _Section, devices: list[Device]) -> Link:
@@ -399,10 +402,9 @@ class _Section:
         values = self.required(key, f"{key}: and a list below it")
         if not isinstance(values, list) or not values:
             raise ClusterError(
-                f"{key!r} is not a list with entries",
-                where=self.where(key),
+                f"{key!r} is not a list with entries", where=self.where(key),
                 hint=f"write each entry of {key!r} on its own line after a dash",
-            )
+            )  # fmt: skip
         lines = getattr(values, "lc", None)
         places = (
             f"{self.file}:{lines.item(i)[0] + 1}" if lines else self.place
@@ -414,10 +416,9 @@ class _Section:
         value = self.get(key, 1)
         if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
             raise ClusterError(
-                f"{key} is {value!r}",
-                where=self.where(key),
+                f"{key} is {value!r}", where=self.where(key),
                 hint=f"write a whole number >= {at_least}",
-            )
+            )  # fmt: skip
         check_size(value, self.where(key))
         return value
 
@@ -443,8 +444,7 @@ class _Section:
             )
         if 0 < value < LEAST_RATE and dimension.endswith("/s"):
             raise ClusterError(
-                f"{key} is {self.data[key]}, slower than any device",
-                where=self.where(key),
+                f"{key} is {self.data[key]}, slower than any device", where=self.where(key),
                 hint="check the unit: rates are in B/s, GB/s, Gbit/s, GFLOP/s, ...",
-            )
+            )  # fmt: skip
         return value
