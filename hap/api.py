@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +52,7 @@ from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import unruled
 from hap.synthesizer.planner import PlannedPair
-from hap.synthesizer.recompute_modes import choose_for_model
+from hap.synthesizer.recompute_modes import choose_for_model, short_of_memory
 
 __all__ = [
     "GradScaler",
@@ -171,8 +170,8 @@ def plan(
 def plan_again(plan: Plan, cluster: Cluster, options: PlanOptions) -> Plan:
     """Return :func:`plan_file` of a plan's model file on another cluster.
 
-    The graph is that of the plan, unless it has to be captured in another way, such as with more
-    recomputation.
+    The graph is that of the plan, unless it may be captured in a better way: where memory is short, with more
+    recomputation. A plan without a model file keeps its graph.
 
     Args:
         options: they allow idle devices.
@@ -182,11 +181,17 @@ def plan_again(plan: Plan, cluster: Cluster, options: PlanOptions) -> Plan:
     """
     source, recipe = plan.source, plan.recipe
     if not (recipe.recompute or recipe.gradients or options.recompute or options.allow):
-        with contextlib.suppress(InfeasibleError):  # with more recomputation, there may be one
+        given = replace(options, accumulate=False) if source.path else options
+        try:
             graph, _, chosen = choose_for_model(
-                lambda mode: plan.graph, (), cluster, plan.optimizer.states, options
+                lambda mode: plan.graph, (), cluster, plan.optimizer.states, given
             )
-            return _plan_of(chosen, cluster, source, graph, plan.optimizer, recipe)
+        except InfeasibleError:
+            if not source.path:
+                raise
+        else:
+            if not (source.path and short_of_memory(chosen)):
+                return _plan_of(chosen, cluster, source, graph, plan.optimizer, recipe)
     spec = f"{source.path}:{source.function}"
     return plan_file(spec, cluster, options=options, arguments=source.arguments)
 

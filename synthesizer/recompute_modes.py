@@ -115,7 +115,7 @@ def choose_for_model(
                     search(trial)
                 except InfeasibleError as failed:
                     error = error or failed
-            if found and (found[-1][1].stopped or not _short_of_memory(_best(found)[1])):
+            if found and (found[-1][1].stopped or not short_of_memory(_best(found)[1])):
                 break
         before = _best(found)[0] if found else None
         if in_parts := _accumulated(every, found, cluster, optimizer_states, options, progress):
@@ -148,7 +148,7 @@ def _accumulated(
     if found:
         trial, pair = _best(found)
         slow = any(s.slow for s in trial.synthesizers)  # each number of microbatches takes minutes
-        if slow or pair.pipeline or found[-1][1].stopped or not _short_of_memory(pair):
+        if slow or pair.pipeline or found[-1][1].stopped or not short_of_memory(pair):
             return None
         used = tuple(r for r in used if r not in pair.left)
         limit_s = WORTH * pair.prediction.step_s
@@ -270,8 +270,8 @@ def _best(found: Sequence[Found]) -> Found:
     return min(found, key=lambda f: f[1].prediction.step_s)
 
 
-def _short_of_memory(pair: PlannedPair) -> bool:
-    """Whether the step would be clearly shorter on devices with unlimited memory."""
+def short_of_memory(pair: PlannedPair) -> bool:
+    """Return whether the step would be clearly shorter on devices with unlimited memory."""
     return pair.free_s < WORTH * pair.prediction.step_s
 
 

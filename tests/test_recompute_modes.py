@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hap
+from hap.api import plan_again, plan_file
 from hap.capture.recompute import WAYS
 from hap.capture.tracing import capture
 from hap.cluster.topology import Cluster
 from hap.errors import InfeasibleError, PlanningStopped
-from hap.ir.plan import Plan
+from hap.ir.plan import Plan, Source
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.recompute_modes import WORTH, choose_for_model
 from tests.random_plans import two_machines
@@ -104,3 +106,22 @@ def test_a_search_that_is_stopped_keeps_the_plan_of_another_mode() -> None:
     _, mode, pair = choose_for_model(graphs.__getitem__, WAYS, on, 2, options, stop)
     assert (mode, pair.stopped) == ("", "stopped")
     assert pair.pipeline
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "mode"), [(1.1, ""), (0.8, "cheap")])
+def test_a_part_of_the_cluster_is_planned_with_the_mode_that_it_needs(
+    part: float, mode: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "deep.py"
+    file.write_text(
+        "from tests.test_recompute_modes import BATCH, Deep as model\nbatch = lambda: BATCH\n"
+    )
+    whole = plan_file(str(file), unlike(1e9))
+    assert whole.recipe.recompute == ""
+    on, options = unlike(part * peak_bytes()), PlanOptions(allow_idle=True)
+    again, anew = plan_again(whole, on, options), plan_file(str(file), on, options=options)
+    assert again.recipe.recompute == mode
+    assert again.prediction.step_s == anew.prediction.step_s
+    kept = plan_again(replace(whole, source=Source()), on, options)
+    assert kept.recipe.recompute == ""
