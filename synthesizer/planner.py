@@ -144,9 +144,9 @@ def choose(
             tasks = _Tasks(stack, synthesizer, optimizer_states, options)
             return _searched(synthesizer, optimizer_states, options, progress, known, tasks)
     except PlanningStopped as stop:
-        if options.mesh or not (known or synthesizer.found):
+        if options.mesh or not (known or synthesizer.found or synthesizer.early):
             raise
-        return _so_far(synthesizer, known, stop)
+        return so_far(synthesizer, known, stop)
 
 
 class _Tasks:
@@ -191,12 +191,20 @@ class _Tasks:
             search.tell(self._objective)
 
 
-def _so_far(
+def so_far(
     synthesizer: Synthesizer, known: Sequence[Selection], stop: PlanningStopped
 ) -> PlannedPair:
-    """The best pair of a search that was stopped, without baselines and bounds."""
+    """The best pair of a search that was stopped, without baselines and bounds.
+
+    Raises:
+        PlanningStopped: ``stop``, if no pair fits.
+    """
     if not known:
-        known = [Selection(synthesizer=synthesizer, pair=fastest(synthesizer.found))]
+        known = [
+            Selection(
+                synthesizer=synthesizer, pair=fastest([*synthesizer.early, *synthesizer.found])
+            )
+        ]
     chosen = min(known, key=lambda s: s.pair.objective)
     if not chosen.pair.fits:
         raise stop

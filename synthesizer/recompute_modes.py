@@ -21,7 +21,13 @@ from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.device_selection import fastest_kind
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import alternatives, row_of
-from hap.synthesizer.planner import PlannedPair, Progress, choose_in_space, first_synthesizer
+from hap.synthesizer.planner import (
+    PlannedPair,
+    Progress,
+    choose_in_space,
+    first_synthesizer,
+    so_far,
+)
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.stages.stage_prediction import predict_pipeline
 from hap.synthesizer.synthesize import Synthesizer
@@ -121,6 +127,7 @@ def choose_for_model(
         if in_parts := _accumulated(every, found, cluster, optimizer_states, options, progress):
             found.append(in_parts)
     except PlanningStopped as stop:
+        found = found or [*_of_short_searches(every, stop)]
         if not found:
             raise
         best, pair = _best(found)
@@ -219,6 +226,7 @@ def _by_short_searches(
         trial.synthesizers = [whole, *([whole.on(cluster.keep(kind))] if kind else [])]
         try:
             if len(tried) == 1 and not whole.first.serial_lacking_bytes.any():
+                whole.early.append(whole.first)
                 break
             trial.short = each(_short_search, trial.synthesizers, apart=whole.is_long)
         except TooEntangledError:  # it is searched in full if no other mode fits
@@ -234,12 +242,21 @@ def _by_short_searches(
     return tried
 
 
+def _of_short_searches(every: Sequence[Trial], stop: PlanningStopped) -> Iterator[Found]:
+    """Yield the modes with programs on all devices that short searches found and that fit."""
+    for trial in every:
+        for whole in trial.synthesizers[:1]:
+            if any(pair.fits for pair in whole.early):
+                yield trial, so_far(whole, (), stop)
+
+
 def _short_search(synthesizer: Synthesizer) -> ShortSearch:
     """Search once, without a price of memory."""
     first = synthesizer.first
     fitting = first
     if first.serial_lacking_bytes.any():
         fitting = synthesizer.judge(first.program, synthesizer.balance(first))
+    synthesizer.early += [first, fitting]
     lacking, seconds = fitting.estimated_objective
     return ShortSearch(free_s=first.estimated_objective[1], fits_s=NEVER if lacking else seconds)
 
@@ -262,6 +279,7 @@ def _priced_s(synthesizer: Synthesizer) -> float:
     """Return the seconds of a program that fits, under the first shares or balanced ones."""
     pair = synthesizer.search(next(synthesizer.starts()))
     balanced = synthesizer.judge(pair.program, synthesizer.balance(pair))
+    synthesizer.early += [pair, balanced]
     lacking, seconds = fastest([pair, balanced]).estimated_objective
     return NEVER if lacking else seconds
 

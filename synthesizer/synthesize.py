@@ -90,7 +90,7 @@ class Synthesizer:
         hardware: the model of the cluster; default: that of the space.
         tables_fit: whether a first search whose tables are too large raises ``TooEntangledError``.
 
-    ``found`` has the pairs of :meth:`best` while it runs.
+    ``found`` has the pairs of :meth:`best` while it runs, ``early`` those of searches before it.
     ``is_long``: whether a part of a search is worth another process. ``slow``: whether one takes seconds.
     ``gap`` is the largest excess of a search's cost over its bound: 0 unless an engine was cut short.
     """
@@ -100,14 +100,14 @@ class Synthesizer:
         engine: Engine = eliminate_or_bound, exponent: int | None = None,
         hardware: HardwareModel | None = None, tables_fit: bool = False,
     ) -> None:  # fmt: skip
-        self.space, self.cluster = space, cluster
-        self._must_fit = tables_fit
+        self.space, self.cluster, self._must_fit = space, cluster, tables_fit
         self.hardware = hardware or space.hardware(cluster)
         self._states = optimizer_states
         self.engine, self.gap, self.exponent = engine, 0.0, exponent
         self.is_long = is_long(space)
         self.slow = engine is bound
         self.found: list[Candidate] = []
+        self.early: list[Candidate] = []
         self._allowed = allowed if cluster.world_size > 1 else _whole
         self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # the last cost model
         self._problem: tuple[Shares, Problem] | None = None  # the last one, unpriced

@@ -125,3 +125,20 @@ def test_a_part_of_the_cluster_is_planned_with_the_mode_that_it_needs(
     assert again.prediction.step_s == anew.prediction.step_s
     kept = plan_again(replace(whole, source=Source()), on, options)
     assert kept.recipe.recompute == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "mode"), [(0.9, ""), (0.8, "cheap"), (0.4, None)])
+def test_a_stop_after_short_searches_keeps_what_fits(part: float, mode: str | None) -> None:
+    def stop(text: str) -> None:
+        if "(blocks)" in text or text.startswith("search from"):
+            raise PlanningStopped("stopped")
+
+    on = unlike(part * peak_bytes())
+    if mode is None:
+        with pytest.raises(PlanningStopped):
+            hap.plan(Deep(), BATCH, on, progress=stop)
+        return
+    plan = hap.plan(Deep(), BATCH, on, progress=stop)
+    assert (plan.stopped, plan.recipe.recompute) == ("stopped", mode)
+    assert all(r.peak_bytes <= r.memory_bytes for r in plan.prediction.ranks)
