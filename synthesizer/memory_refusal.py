@@ -32,24 +32,26 @@ def check_memory(pair: Candidate, cost: CostModel, space: Space | None = None) -
     kinds = peak_kinds(cost.graph, pair, cost, fullest)
     held = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in kinds[:4])
     shown += f"; at its fullest {devices[fullest].name} would hold {held}"
-    remedy = _fused(pair, cost) or f"use more devices, or {_otherwise(kinds[0][0])}"
+    remedy = _fused(pair, cost, fullest) or f"use more devices, or {_otherwise(kinds[0][0])}"
     raise InfeasibleError(
         f"no program fits the devices' memory: {shown}",
         hint=_smaller_batch(pair, cost, space) + remedy,
     )
 
 
-def _fused(pair: Candidate, cost: CostModel) -> str:
-    """Return the advice to fuse the optimizer, if the program fits without the workspace of its step."""
+def _fused(pair: Candidate, cost: CostModel, fullest: int) -> str:
+    """Return the advice to fuse the optimizer, if a rank is fullest in its step, and that fits without a copy."""
     graph, program = cost.graph, pair.program
     workspace = update_bytes(graph, program, cost)
     before = memory(graph, program, cost, updating=False)[1]
-    during = np.sum(list(while_updating(graph, program, cost).values()), axis=0) - workspace
-    if (np.maximum(before, during) > pair.room).any():
+    during = np.sum(list(while_updating(graph, program, cost).values()), axis=0)
+    if before[fullest] > during[fullest] or (during - workspace > pair.room).any():
         return ""
+    sure = (before <= pair.room).all()  # otherwise another program may fit
     return (
-        f"make the optimizer fused, as torch.optim.AdamW(params, fused=True): its step then holds no "
-        f"copy of a state, which takes {format_bytes(round(float(workspace.max())))}"
+        f"{'make' if sure else 'use more devices, or make'} the optimizer fused, as "
+        "torch.optim.AdamW(params, fused=True): its step then holds no copy of a state, which takes "
+        f"{format_bytes(round(float(workspace.max())))}"
     )
 
 

@@ -156,8 +156,8 @@ def figures(
     slowest.update(
         (name, timed.turn_s(turn) + adding_s[name]) for name, turn in turns.items() if moved[name]
     )
-    urgent_s = timed.turn_s(turns["backward"] - late) if late else slowest["backward"]
-    later_s = timed.turn_s(turns["backward"] & late) + adding_s["backward"] if late else 0.0
+    urgent_s = timed.short_turn_s(turns["backward"] - late) if late else slowest["backward"]
+    later_s = timed.short_turn_s(turns["backward"] & late) + adding_s["backward"] if late else 0.0
     weights_s = max(0.0, slowest["backward"] - urgent_s)
     if recompute:
         work["backward"] += work["forward"]

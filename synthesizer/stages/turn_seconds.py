@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from hap.ir.graph import Graph
 from hap.ir.last_turn import after_microbatches
 from hap.ir.pipeline_order import PENDING
@@ -72,6 +74,17 @@ class TimedProgram:
                 streams.compute(seconds)
         streams.drain()
         return max(streams.now_s, float(streams.least_s.max()))
+
+    def short_turn_s(self, turn: Collection[int]) -> float:
+        """Return :meth:`turn_s`; without collectives, the longer of the sums of computing and of the host's issuing."""
+        own = [g for g in self.groups if g.first in turn]
+        if any(g.messages for g in own):
+            return self.turn_s(turn)
+        host_s = self._cost.hardware.host_s
+        computing, issuing = (np.zeros_like(host_s), np.zeros_like(host_s))
+        for group in own:
+            computing, issuing = computing + group.seconds, issuing + host_s * (group.seconds > 0)
+        return float(max(computing.max(), issuing.max()))
 
     def _of(self, turn: Collection[int]) -> Iterator[tuple[list[int], PerRank, int]]:
         """Yield the groups of a turn: numbers of instructions, seconds, messages."""
