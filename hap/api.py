@@ -180,7 +180,8 @@ def plan_again(plan: Plan, cluster: Cluster, options: PlanOptions) -> Plan:
         Those of :func:`plan`.
     """
     source, recipe = plan.source, plan.recipe
-    if not (recipe.recompute or recipe.gradients or options.recompute or options.allow):
+    plain = not source.path or not (recipe.recompute or recipe.gradients)
+    if plain and not (options.recompute or options.allow):
         given = replace(options, accumulate=False) if source.path else options
         try:
             graph, _, chosen = choose_for_model(

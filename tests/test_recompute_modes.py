@@ -125,6 +125,8 @@ def test_a_part_of_the_cluster_is_planned_with_the_mode_that_it_needs(
     assert again.prediction.step_s == anew.prediction.step_s
     kept = plan_again(replace(whole, source=Source()), on, options)
     assert kept.recipe.recompute == ""
+    kept = plan_again(replace(again, source=Source()), on, options)
+    assert kept.recipe.recompute == mode
 
 
 @pytest.mark.slow
