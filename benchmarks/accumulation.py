@@ -42,15 +42,8 @@ from hap.units import format_seconds, parse
 HERE = Path(__file__).parent
 OVERLAPPED, SEARCHED = "overlapped", "as searched"
 HEAD = (
-    "model",
-    "DDP",
-    OVERLAPPED,
-    SEARCHED,
-    "over DDP",
-    "over as searched",
-    "predicted",
-    "gathers",
-)
+    "model", "DDP", OVERLAPPED, SEARCHED, "over DDP", "over searched", "predicted", "gathers",
+)  # fmt: skip
 
 
 def accumulating(file: ModelFile, cluster: Cluster, *, in_order: bool) -> Plan:

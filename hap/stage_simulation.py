@@ -116,7 +116,7 @@ def _usage(
     for ranks, each, times in zip(plan.groups, found, seconds, strict=True):
         compute[list(ranks)] = each.compute_s
         inside[list(ranks)] = each.communicate_s
-        hidden[list(ranks)] = times.beside_s + each.beside_s
+        hidden[list(ranks)] = times.beside_s + each.overlapped_s
     return Usage(
         compute_s=compute, waiting_s=np.maximum(outer.compute_s - compute - inside + hidden, 0.0),
         communicate_s=outer.communicate_s + inside, overlapped_s=outer.overlapped_s + hidden,

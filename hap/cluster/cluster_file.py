@@ -149,10 +149,9 @@ def _measured_set(given: _Section, devices: Sequence[Device]) -> MeasuredSet:
     names, known = given.required("devices", "devices: [new:0, new:1]"), {d.name for d in devices}
     if not isinstance(names, list) or not 1 < len({*map(str, names)} & known) == len(names):
         raise ClusterError(
-            f"devices is {str(names)[:60]}",
-            where=given.where("devices"),
+            f"devices is {str(names)[:60]}", where=given.where("devices"),
             hint=f"list two devices or more, such as {', '.join(sorted(known)[:2])}",
-        )
+        )  # fmt: skip
     return MeasuredSet(frozenset(map(str, names)), _collectives(given))
 
 
@@ -205,7 +204,7 @@ def _node(node: _Section, links: _Section) -> _Node:
                 "a node with a list of GPUs has no type of its own", where=node.where("type"),
                 hint="write the type in each entry of the list: {type: V100-16, count: 4}",
             )  # fmt: skip
-        for item, where in _counted(raw, node.where("gpus")) or node.items("gpus"):
+        for item, where in _gpus(node):
             item = {"type": item} if isinstance(item, (str, int)) else item
             gpu = _Section(item, where, node.file, ("type", "count", *_FIGURES))
             # Figures of the node apply to its GPUs, unless the entry itself overrides them.
@@ -219,11 +218,14 @@ def _node(node: _Section, links: _Section) -> _Node:
     )  # fmt: skip
 
 
-def _counted(gpus: object, where: str) -> list[tuple[Any, str]]:
-    """Return the entries of a mapping of GPUs, ``{A100-40: 4, V100-16: 8}`` or ``{type: A100-40, count: 4}``."""
-    if not isinstance(gpus, dict) or "type" in gpus:
-        return [(gpus, where)] if isinstance(gpus, dict) else []
-    return [({"type": kind, "count": number}, where) for kind, number in gpus.items()]
+def _gpus(node: _Section) -> list[tuple[Any, str]]:
+    """Return the entries of a list of GPUs, or of ``{A100-40: 4, V100-16: 8}`` or ``{type: A100-40, count: 4}``."""
+    raw, where = node.data["gpus"], node.where("gpus")
+    if not isinstance(raw, dict):
+        return node.items("gpus")
+    if "type" in raw:
+        return [(raw, where)]
+    return [({"type": kind, "count": number}, where) for kind, number in raw.items()]
 
 
 def _inside(node: _Section, links: _Section, devices: list[Device]) -> Link:

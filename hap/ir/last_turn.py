@@ -27,6 +27,12 @@ def beside_last(graph: Graph, program: Program) -> Numbers:
     return early if any(isinstance(s, Convert) and not s.local for s in steps) else frozenset()
 
 
+def all_after(graph: Graph, program: Program) -> Numbers:
+    """Return all instructions of :func:`after_microbatches`."""
+    early, late = after_microbatches(graph, program)
+    return early | late
+
+
 def after_microbatches(graph: Graph, program: Program) -> tuple[Numbers, Numbers]:
     """Return the instructions that run once, after the microbatches: those on sums of gradients, others."""
     found: tuple[Graph, tuple[Numbers, Numbers]] | None = program.memo.get("after microbatches")

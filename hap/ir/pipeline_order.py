@@ -10,7 +10,7 @@ AHEAD = 4
 """Microbatches whose messages a stage awaits at once in each direction, besides the one that runs."""
 
 PENDING = 8
-"""Most collectives of a stage that have not ended: computing waits before more are issued, which bounds memory."""
+"""Most collectives of a microbatch that are under way while a stage computes, which bounds the memory they hold."""
 
 
 class Turn(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hap.ir.graph import Graph
-from hap.ir.last_turn import after_microbatches
+from hap.ir.last_turn import all_after
 from hap.ir.program import Convert, Program
 from hap.ir.weight_gathers import before_microbatches, forward_gathers
 from hap.synthesizer.cost.cost_model import CostModel
@@ -43,18 +43,14 @@ def overlapped(graph: Graph, program: Program, cost: CostModel) -> Program:
 
 def _microbatch_s(timed: TimedProgram) -> float:
     """Return the seconds of a microbatch that gathers weights in its forward."""
-    program, once = timed.program, _once(timed.graph, timed.program)
+    graph, program = timed.graph, timed.program
+    once = before_microbatches(graph, program, forward_gathers(graph, program))
+    once |= all_after(graph, program)
     turns: tuple[list[int], list[int]] = [], []
     for k, step in enumerate(program.instructions):
         if k not in once:
             turns[step.backward].append(k)
     return sum(timed.turn_s(frozenset(turn)) for turn in turns)
-
-
-def _once(graph: Graph, program: Program) -> frozenset[int]:
-    """Return the instructions outside the microbatches."""
-    before = before_microbatches(graph, program, forward_gathers(graph, program))
-    return before.union(*after_microbatches(graph, program))
 
 
 def with_depth(timed: TimedProgram, depth: int) -> Program:

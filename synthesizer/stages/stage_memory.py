@@ -9,7 +9,7 @@ import numpy as np
 
 from hap.ir.delayed_weights import delayable
 from hap.ir.graph import Graph
-from hap.ir.last_turn import after_microbatches
+from hap.ir.last_turn import all_after
 from hap.ir.microbatch import EACH, Phase, is_sum, phases
 from hap.ir.pipeline_order import AHEAD, PENDING
 from hap.ir.program import Compute, Convert, Program, Value, reads, writes
@@ -92,7 +92,7 @@ def last_groups(part: Graph, program: Program, early: Collection[int] = ()) -> l
     Args:
         early: instructions that run before the microbatches.
     """
-    once = frozenset(early).union(*after_microbatches(part, program))
+    once = all_after(part, program).union(early)
     bounds, under_way, issued = program.bounds(part), dict[int, set[Value]](), list[int]()
     found, backward = [*range(len(bounds))], False
 

@@ -44,7 +44,7 @@ def predict_pipeline(
     step_s, ranks = made.times.step_s, dict[int, RankPrediction]()
     work = [float(f.compute_s.sum()) for f in made.figures]
     stored = sum(float(f.stored_bytes.sum()) for f in made.figures)
-    hidden = [s.beside_s + f.beside_s for s, f in zip(made.seconds, made.figures, strict=True)]
+    hidden = [s.beside_s + f.overlapped_s for s, f in zip(made.seconds, made.figures, strict=True)]
     for stage, each, hidden_s in zip(made.stages.stages, made.figures, hidden, strict=True):
         for place, rank in enumerate(stage.ranks):
             compute_s = float(each.compute_s[place])

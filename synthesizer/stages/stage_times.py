@@ -49,7 +49,7 @@ class StageFigures:
             but ``communicate_s``. See :mod:`hap.ir.shared_pieces`.
         compute_s: computing in all of a step's microbatches, without collectives.
         communicate_s: collectives inside the stage in all of a step.
-        beside_s: those that run beside computing in all of a step's microbatches.
+        overlapped_s: the part of them that overlaps with computing in the microbatches.
         stored_bytes, saved_bytes, peak_bytes, waiting_bytes, sums_bytes, message_bytes: as in
             :class:`hap.synthesizer.stages.stage_memory.StageBytes`.
     """
@@ -66,7 +66,7 @@ class StageFigures:
     pieces: Mapping[str, tuple[float, int]]
     compute_s: PerRank
     communicate_s: float
-    beside_s: float
+    overlapped_s: float
     stored_bytes: PerRank
     saved_bytes: PerRank
     peak_bytes: PerRank
@@ -152,18 +152,17 @@ def figures(
     for name, (computing, issuing) in work.items():
         slowest[name] = max(float(computing.max()) + moved[name], float(issuing.max()))
     one_by_one_s = {name: slowest[name] for name in turns}
-    adding_s = {"forward": 0.0, "backward": float(adding[0].max())}
-    slowest.update(
-        (name, timed.turn_s(turn) + adding_s[name]) for name, turn in turns.items() if moved[name]
-    )
-    urgent_s = timed.short_turn_s(turns["backward"] - late) if late else slowest["backward"]
-    later_s = timed.short_turn_s(turns["backward"] & late) + adding_s["backward"] if late else 0.0
+    backward = turns["backward"]
+    slowest["forward"] = timed.turn_s(turns["forward"])
+    slowest["backward"] = timed.turn_s(backward, adding=adding)
+    urgent_s = timed.turn_s(backward - late) if late else slowest["backward"]
+    later_s = timed.turn_s(backward & late, adding=adding) if late else 0.0
     weights_s = max(0.0, slowest["backward"] - urgent_s)
     if recompute:
         work["backward"] += work["forward"]
         for each_s in (moved, slowest, one_by_one_s):
             each_s["backward"] += each_s["forward"]
-    beside_s = sum(max(0.0, one_by_one_s[name] - slowest[name]) for name in turns)
+    overlapped_s = sum(max(0.0, one_by_one_s[name] - slowest[name]) for name in turns)
 
     held = stage_bytes(
         part, program, cost, microbatches, in_flight, delay, recompute=recompute, each=each
@@ -172,7 +171,7 @@ def figures(
     return StageFigures(
         before_s=slowest["before"], shared_s=slowest["shared"], forward_s=slowest["forward"],
         backward_s=slowest["backward"], after_s=slowest["returned"] + slowest["after"],
-        **last_turn(timed)._asdict(), beside_s=microbatches * beside_s,
+        **last_turn(timed)._asdict(), overlapped_s=microbatches * overlapped_s,
         returned_s=slowest["returned"], pieces=pieces,
         compute_s=sum((times.get(n, 1) * w[0] for n, w in work.items()), np.zeros(world)),
         communicate_s=sum(times.get(n, 1) * s for n, s in moved.items())

@@ -1,11 +1,11 @@
-"""What a stage's instructions depend on within one side of a microbatch: its forward or its backward."""
+"""Dependencies of a stage's instructions within the forward or the backward of a microbatch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from hap.ir.graph import Graph
-from hap.ir.last_turn import after_microbatches
+from hap.ir.last_turn import all_after
 from hap.ir.placement import P
 from hap.ir.program import Compute, Convert, Program, Value, reads, writes
 
@@ -23,7 +23,7 @@ class TurnDependencies:
 
     def __init__(self, graph: Graph, program: Program) -> None:
         self._graph, self._steps = graph, program.instructions
-        self._after = frozenset[int]().union(*after_microbatches(graph, program))
+        self._after = all_after(graph, program)
         self._readers: dict[Value, list[int]] = {}
         for k, step in enumerate(self._steps):
             for value in step.reads(graph):

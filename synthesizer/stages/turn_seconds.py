@@ -9,13 +9,17 @@ from typing import NamedTuple
 import numpy as np
 
 from hap.ir.graph import Graph
-from hap.ir.last_turn import after_microbatches
+from hap.ir.last_turn import all_after
 from hap.ir.pipeline_order import PENDING
 from hap.ir.program import Program, Value, reads, writes
 from hap.synthesizer.cost.contention import Streams
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.hardware_model import PerRank
+from hap.synthesizer.cost.serial_cost import Floats
 from hap.synthesizer.schedule.event_simulator import group_seconds
+
+NONE: Floats = np.zeros((2, 1))
+"""No seconds of computing, and none of issuing it."""
 
 
 class TimedGroup(NamedTuple):
@@ -49,18 +53,28 @@ class TimedProgram:
         steps = [self.program.instructions[k] for k in numbers]
         return group_seconds(self.graph, steps, self._cost)
 
-    def turn_s(self, turn: Collection[int], *, overlap: bool = True) -> float:
+    def turn_s(
+        self, turn: Collection[int], *, overlap: bool = True, adding: Floats = NONE
+    ) -> float:
         """Return the seconds of the instructions of a turn.
+
+        Without collectives it takes as long as all computing, or as all issuing by the host.
 
         Args:
             overlap: computing waits for a collective where it reads the result, or where :data:`PENDING` later
                 ones of the microbatch were issued; otherwise it waits for each at once.
+            adding: seconds of computing, and of issuing it, per rank, that follow.
         """
-        once = frozenset[int]().union(*after_microbatches(self.graph, self.program))
+        groups = [*self._of(turn)]
+        if not any(messages for _, _, messages in groups):
+            host_s = self._cost.hardware.host_s
+            took = sum((np.array([s, host_s * (s > 0)]) for _, s, _ in groups), adding)
+            return float(np.max(took))
+        once = all_after(self.graph, self.program)
         issued: list[int] = []
         streams = Streams(self._cost.hardware, overlap=overlap)
         numbers: dict[Value, int] = {}  # value -> the collective that makes it
-        for own, seconds, messages in self._of(turn):
+        for own, seconds, messages in groups:
             steps = [self.program.instructions[k] for k in own]
             if messages:
                 number = streams.issue(float(seconds.max()), messages)
@@ -73,18 +87,8 @@ class TimedProgram:
                 streams.wait(max(read, default=-1))
                 streams.compute(seconds)
         streams.drain()
-        return max(streams.now_s, float(streams.least_s.max()))
-
-    def short_turn_s(self, turn: Collection[int]) -> float:
-        """Return :meth:`turn_s`; without collectives, the longer of the sums of computing and of the host's issuing."""
-        own = [g for g in self.groups if g.first in turn]
-        if any(g.messages for g in own):
-            return self.turn_s(turn)
-        host_s = self._cost.hardware.host_s
-        computing, issuing = (np.zeros_like(host_s), np.zeros_like(host_s))
-        for group in own:
-            computing, issuing = computing + group.seconds, issuing + host_s * (group.seconds > 0)
-        return float(max(computing.max(), issuing.max()))
+        least_s = float(streams.least_s.max())
+        return max(streams.now_s, least_s) + float(np.max(adding[0]))
 
     def _of(self, turn: Collection[int]) -> Iterator[tuple[list[int], PerRank, int]]:
         """Yield the groups of a turn: numbers of instructions, seconds, messages."""
