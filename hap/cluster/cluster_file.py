@@ -63,10 +63,9 @@ def _read(path: Path) -> str:
         reason = reason_of(error) if isinstance(error, OSError) else "no text; save it as UTF-8"
         reason = "no such file" if isinstance(error, FileNotFoundError) else reason
         raise ClusterError(
-            f"cannot read the cluster: {reason}",
-            where=str(path),
+            f"cannot read the cluster: {reason}", where=str(path),
             hint="give a yaml file, a hostfile, or `local` for the CPUs of this machine",
-        ) from error
+        ) from error  # fmt: skip
 
 
 class _Constructor(RoundTripConstructor):
@@ -223,9 +222,8 @@ def _gpus(node: _Section) -> list[tuple[Any, str]]:
     raw, where = node.data["gpus"], node.where("gpus")
     if not isinstance(raw, dict):
         return node.items("gpus")
-    if "type" in raw:
-        return [(raw, where)]
-    return [({"type": kind, "count": number}, where) for kind, number in raw.items()]
+    counts = [({"type": kind, "count": number}, where) for kind, number in raw.items()]
+    return [(raw, where)] if "type" in raw else counts
 
 
 def _inside(node: _Section, links: _Section, devices: list[Device]) -> Link:
