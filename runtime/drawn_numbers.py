@@ -100,11 +100,12 @@ def _joined_stages(plan: Plan, ranks: Sequence[Drawn], steps: int) -> list[list[
                     ])
                     for part, (graphs, stages) in enumerate(parts_of)
                 ]  # fmt: skip
-                if all(parts):
-                    over_time = origin(value.tensor).placement
+                over_time = origin(value.tensor).placement
+                if not over_time.sharded:  # drawn once, before the microbatches, or alike in each
+                    wholes += next(filter(None, parts), [])
+                elif all(parts):
                     wholes += [
-                        torch.cat(column, over_time.dim) if over_time.sharded else column[0]
-                        for column in zip(*parts, strict=True)
+                        torch.cat(column, over_time.dim) for column in zip(*parts, strict=True)
                     ]
             if wholes:
                 drawn.append(Draw(node, tuple(wholes)))

@@ -60,7 +60,19 @@ def restricted(
 
 def data_parallel(space: Space) -> Allowed:
     """Split tensors with a batch dim along it; store parameters whole."""
-    return _on_batch(space, {i.tensor: R for i in space.graph.role("parameter")})
+    return _on_batch(space, _whole(space))
+
+
+def on_axis(space: Space, axis: str) -> Allowed:
+    """Split tensors with a dim on one axis of the batch along it; store parameters whole."""
+    dims = [dim for dim, name in space.axes.of.items() if name == axis]
+    if len(dict(dims)) < len(dims):
+        raise HapError("some tensor has several dims along the batch")
+    return _split(space, dict(dims), _whole(space))
+
+
+def _whole(space: Space) -> dict[str, Placement]:
+    return {i.tensor: R for i in space.graph.role("parameter")}
 
 
 def sharded_storage(space: Space) -> Allowed:
@@ -78,7 +90,7 @@ def _shards(space: Space) -> dict[str, Placement]:
 
 def replicas_kept(space: Space) -> Space:
     """Let the backward read the replicas that the forward gathered: ZeRO, stage 2."""
-    return _backward_reads(space, {i.tensor: R for i in space.graph.role("parameter")})
+    return _backward_reads(space, _whole(space))
 
 
 def gathered_again(space: Space) -> Space:
@@ -97,7 +109,11 @@ def _backward_reads(space: Space, wanted: Mapping[str, Placement]) -> Space:
 
 def _on_batch(space: Space, stored_as: dict[str, Placement]) -> Allowed:
     """Use parameters whole; split all other tensors along the batch where all operators can."""
-    split = _batch_dims(space)
+    return _split(space, _batch_dims(space), stored_as)
+
+
+def _split(space: Space, split: dict[str, int], stored_as: dict[str, Placement]) -> Allowed:
+    """Use parameters whole; split tensors along the given dims where all operators can."""
     options: list[tuple[str | None, Sequence[Placement]]] = [*space.sources.items()]
     for node in space.graph.nodes:
         rows = [(*row.ins, *row.outs) for row in space.rows[node.name]]

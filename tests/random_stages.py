@@ -10,6 +10,7 @@ from hap.ir.prediction import Prediction
 from hap.ir.stages import PipelineStages, Stage, crossing, cut_stages
 from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.search.program_space import Space, build_space
+from hap.synthesizer.stages.cut_places import possible
 from hap.synthesizer.stages.gradient_buckets import with_buckets
 from hap.synthesizer.stages.overlapped_turns import with_depth
 from hap.synthesizer.stages.stage_times import stage_cost
@@ -65,7 +66,7 @@ def random_staged_plan(
     shares = time.shares(microbatches)
     assert shares is not None
     micro = time.part(microbatches)
-    places = list(crossing(micro))
+    places = possible(micro, tuple(crossing(micro)))
     drawn = sorted(rng.sample(range(len(places)), len(groups) - 1))
     cuts = cuts or tuple(places[k] for k in drawn)
     graphs, _ = cut_stages(micro, cuts)

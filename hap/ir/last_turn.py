@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hap.ir.graph import Graph
 from hap.ir.mesh import origin
-from hap.ir.microbatch import SUMMED, Phase, is_sum, phases
+from hap.ir.microbatch import EACH, SUMMED, Phase, is_of_each, is_sum, phases
 from hap.ir.placement import P
 from hap.ir.program import Compute, Convert, Program, Value
 from hap.ir.returned_sums import returned_values
@@ -33,6 +33,41 @@ def all_after(graph: Graph, program: Program) -> Numbers:
     return early | late
 
 
+def gathers_of_end(graph: Graph, program: Program) -> Numbers:
+    """Return the conversions of the backward that operators after the microbatches alone read.
+
+    They convert what exists before, such as weights of a part of the model that runs once.
+    """
+    found: tuple[Graph, Numbers] | None = program.memo.get("gathers of end")
+    if found is None or found[0] is not graph:
+        found = program.memo["gathers of end"] = graph, _gathers_of_end(graph, program)
+    return found[1]
+
+
+def _gathers_of_end(graph: Graph, program: Program) -> Numbers:
+    of_node, steps = phases(graph), program.instructions
+    once = {
+        Value(i.tensor, program.inputs[i.tensor]) for i in graph.inputs
+        if not is_of_each(i) and i.target not in (EACH, SUMMED)
+    }  # fmt: skip
+    wanted = {Value(o.tensor, p) for o, p in zip(graph.outputs, program.outputs, strict=True)}
+    for step in steps:
+        early = isinstance(step, Convert) or of_node[step.node] is Phase.ONCE
+        if early and once.issuperset(step.reads(graph)):
+            once.update(step.writes(graph))
+        if isinstance(step, Compute) and of_node[step.node] is not Phase.END:
+            wanted.update(step.reads(graph))
+    found = set[int]()
+    for k, step in reversed([*enumerate(steps)]):
+        if not isinstance(step, Convert):
+            continue
+        if step.backward and once.issuperset(step.reads(graph)) and wanted.isdisjoint(step.writes(graph)):
+            found.add(k)
+        else:
+            wanted.update(step.reads(graph))
+    return frozenset(found)
+
+
 def after_microbatches(graph: Graph, program: Program) -> tuple[Numbers, Numbers]:
     """Return the instructions that run once, after the microbatches: those on sums of gradients, others."""
     found: tuple[Graph, tuple[Numbers, Numbers]] | None = program.memo.get("after microbatches")
@@ -47,13 +82,13 @@ def _after_microbatches(graph: Graph, program: Program) -> tuple[Numbers, Number
         Value(i.tensor, program.inputs[i.tensor])
         for i in graph.role("received") if i.target == SUMMED
     }  # fmt: skip
-    of_parts, sums = set[Value](), set[Value]()
+    of_parts, sums, alone = set[Value](), set[Value](), gathers_of_end(graph, program)
     early, late = set[int](), set[int]()
     for k, step in enumerate(program.instructions):
         read, made = step.reads(graph), step.writes(graph)
         phase = of_node[step.node] if isinstance(step, Compute) else None
-        follows = phase is Phase.END or not waiting.isdisjoint(read) or not sums.isdisjoint(read)
-        if not follows:
+        of_end = phase is Phase.END or k in alone
+        if not of_end and waiting.isdisjoint(read) and sums.isdisjoint(read):
             if phase is Phase.PART or not of_parts.isdisjoint(read):
                 of_parts.update(made)
             continue
@@ -61,7 +96,7 @@ def _after_microbatches(graph: Graph, program: Program) -> tuple[Numbers, Number
             ready = step.backward and waiting.isdisjoint(read)
         else:  # a term of each microbatch stands for its sum
             terms = any(v in of_parts and origin(v.tensor).placement == P for v in read)
-            ready = waiting.isdisjoint(read) and not sums.isdisjoint(read) and not terms
+            ready = waiting.isdisjoint(read) and not terms
         (sums if ready else waiting).update(made)
         (early if ready else late).add(k)
     return frozenset(early), frozenset(late)

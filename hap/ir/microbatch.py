@@ -4,6 +4,10 @@ A microbatch is a split of the batch over *time*: place ``k`` of a mesh axis ove
 ``k``. So the rule table proves that a step may be run in parts, as it proves that devices may share
 it, and :func:`hap.ir.mesh.divide` returns the step of one part. In that graph a ``mesh.all_reduce``
 is a sum over the parts. :func:`phases` assigns each node to the phase of the step that runs it.
+
+An input that is replicated over time is whole, and there before the parts. So a part of the model that
+can't be split along with the rest, such as the images of a text, runs once before the microbatches, and its
+backward once after them.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ from enum import IntEnum
 
 from hap.errors import PlanError
 from hap.ir.graph import Graph, Input, Node
-from hap.ir.graph_builder import RANDOM
 from hap.ir.mesh import is_mesh_op, origin
 from hap.ir.placement import LOCAL, P, R
 from hap.ir.program import BETWEEN
@@ -22,7 +25,7 @@ from hap.ir.program import BETWEEN
 class Phase(IntEnum):
     """A phase of a step, in order of time.
 
-    ``ONCE``: of parameters alone, before all parts. ``COUNT``: of each part's inputs alone, before
+    ``ONCE``: of parameters and whole inputs, before all parts. ``COUNT``: of each part's inputs alone, before
     the parts. ``COUNTED``: of the sums of ``COUNT``. ``PART``: of each part. ``END``: of the sums over
     the parts, after all of them.
     """
@@ -74,22 +77,44 @@ def _phases(graph: Graph) -> Mapping[str, Phase]:
                 )  # fmt: skip
         if is_sum(node):
             phase = Phase.COUNTED if node.name in early else Phase.END
-        elif node.name in before:
-            phase = Phase.COUNT
         else:
             phase = _phase(graph, node, {phase_of[name] for name in node.inputs})
+            if phase is Phase.PART and node.name in before:
+                phase = Phase.COUNT
         if phase is Phase.END and not is_sum(node):
             _check_end(graph, node, phase_of)
         found[node.name] = phase
         phase_of.update((o, phase) for o in node.outputs if o)
-    return found
+    return found | dict.fromkeys(_of_end_alone(graph, found), Phase.END)
+
+
+def _of_end_alone(graph: Graph, found: Mapping[str, Phase]) -> frozenset[str]:
+    """Return the nodes of the backward that read nothing of the parts, and that nodes of the end alone read."""
+    once = {i.tensor for i in graph.inputs if _phase_of_input(i) is Phase.ONCE}
+    for node in graph.nodes:
+        if (found[node.name] is Phase.ONCE or node.name in graph.backward) and not _of_each(node):
+            once.update(o for o in node.outputs if o and once.issuperset(node.inputs))
+    leaving = {o.tensor for o in graph.outputs}
+    names = set[str]()
+    for node in reversed(graph.nodes):
+        if node.name in graph.backward and once.issuperset(o for o in node.outputs if o):
+            readers = [n.name for o in node.outputs if o for n in graph.consumers[o]]
+            ends = all(name in names or found[name] is Phase.END for name in readers)
+            if readers and ends and leaving.isdisjoint(o for o in node.outputs if o):
+                names.add(node.name)
+    return frozenset(names)
+
+
+def is_of_each(i: Input) -> bool:
+    """Return whether each microbatch has its own part of an input; a tangent belongs to each."""
+    return i.role == "tangent" or (i.role == "input" and origin(i.tensor).placement.sharded)
 
 
 def _phase_of_input(i: Input) -> Phase:
     """Return the phase in which an input is there."""
     if i.role == "received":
         return {EACH: Phase.PART, BEFORE: Phase.ONCE, SUMMED: Phase.END}[i.target]
-    return Phase.PART if i.role in ("input", "tangent") else Phase.ONCE
+    return Phase.PART if is_of_each(i) else Phase.ONCE
 
 
 def _phase(graph: Graph, node: Node, read: set[Phase]) -> Phase:
@@ -97,12 +122,17 @@ def _phase(graph: Graph, node: Node, read: set[Phase]) -> Phase:
     if Phase.END in read:
         return Phase.END
     # A value that each part uses in the backward is made there, so that it takes no memory before.
-    each = is_mesh_op(node.op) or node.op in RANDOM or node.name in graph.backward
-    # An expanded parameter has one row for each row of the microbatch, so it belongs to the microbatch.
-    each |= any(origin(o).placement.sharded for o in node.outputs if o)
-    if each or read & {Phase.COUNT, Phase.PART}:
+    if _of_each(node) or node.name in graph.backward or read & {Phase.COUNT, Phase.PART}:
         return Phase.PART
     return max(read, default=Phase.ONCE)
+
+
+def _of_each(node: Node) -> bool:
+    """Return whether a node makes a value of one microbatch, whatever it reads.
+
+    An expanded parameter has one row for each row of the microbatch, so it belongs to the microbatch.
+    """
+    return is_mesh_op(node.op) or any(origin(o).placement.sharded for o in node.outputs if o)
 
 
 def _check_end(graph: Graph, node: Node, phase_of: Mapping[str, Phase]) -> None:

@@ -318,15 +318,14 @@ class _Cutter:
 
     def _once(self, name: str, backward: bool) -> bool:
         """Return whether a tensor that crosses is the same for all microbatches, or a sum over them."""
-        if backward:
-            return origin(name).placement == P
         maker = self._graph.producer.get(name)
         phase = self._phases[maker.name] if maker else Phase.ONCE
-        if phase not in (Phase.ONCE, Phase.PART):
+        term = backward and origin(name).placement == P
+        if not term and phase not in (Phase.ONCE, Phase.PART):
             raise PlanError(
                 f"{name}, a sum over the microbatches, crosses between stages", hint="plan anew"
             )
-        return phase is Phase.ONCE
+        return term or (phase is Phase.ONCE and not backward)
 
     def graphs(self) -> tuple[Graph, ...]:
         return tuple(self._build(stage, nodes) for stage, nodes in enumerate(self._members))

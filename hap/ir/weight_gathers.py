@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from hap.ir.graph import Graph
-from hap.ir.microbatch import BEFORE, Phase, phases
+from hap.ir.microbatch import BEFORE, Phase, is_of_each, phases
 from hap.ir.program import Compute, Convert, Program, Value
 
 Numbers = frozenset[int]
@@ -46,7 +46,7 @@ def forward_gathers(graph: Graph, program: Program) -> Numbers:
 def before_microbatches(
     graph: Graph, program: Program, each: Collection[int] = (), *, shared: bool = True
 ) -> Numbers:
-    """Return the instructions on weights that run once, before the microbatches.
+    """Return the instructions on weights and whole inputs that run once, before the microbatches.
 
     Args:
         each: instructions that run in each microbatch, and those that follow from them.
@@ -55,7 +55,7 @@ def before_microbatches(
     of_node = phases(graph)
     once = {
         Value(i.tensor, program.inputs[i.tensor]) for i in graph.inputs
-        if i.role not in ("input", "tangent", "received") or (shared and i.target == BEFORE)
+        if not is_of_each(i) and (i.role != "received" or (shared and i.target == BEFORE))
     }  # fmt: skip
     found = set[int]()
     for k, step in enumerate(program.instructions):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from hap.ir.delayed_weights import delayable
-from hap.ir.graph import Graph
-from hap.ir.last_turn import beside_last
+from hap.ir.graph import Graph, Input
+from hap.ir.last_turn import beside_last, gathers_of_end
 from hap.ir.mesh import origin
-from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_sum, phases
+from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_of_each, is_sum, phases
 from hap.ir.pipeline_order import PENDING
 from hap.ir.placement import P
 from hap.ir.program import Compute, Convert, Program, Value
@@ -99,12 +99,7 @@ def layout(
         gather_each: the forward of each microbatch gathers the weights that it alone reads.
     """
     of_node = phases(graph)
-    inputs = {i.tensor: i.role for i in graph.inputs}
-    arrival = {i.tensor: i.target for i in graph.inputs}
-    segment_of: dict[Value, StageSegment] = {}
-    for name, role in inputs.items():
-        value = Value(name, program.inputs[name])
-        segment_of[value] = _of_input(role, arrival[name])
+    segment_of = {Value(i.tensor, program.inputs[i.tensor]): _of_input(i) for i in graph.inputs}
     numbers: dict[StageSegment, list[int]] = {s: [] for s in StageSegment}
     sums: dict[str, Sum] = {}
     beside = frozenset[int]() if world_size == 1 else beside_last(graph, program)
@@ -112,9 +107,11 @@ def layout(
     late = delayable(graph, program) if delayed else frozenset[int]()
     returned = returned_conversions(graph, program)
     each = forward_gathers(graph, program) if gather_each else frozenset[int]()
-    counts = {
+    end_alone = gathers_of_end(graph, program)
+    batch = {i.tensor for i in graph.role("input") if is_of_each(i)}
+    counts = batch.intersection(
         name for node in graph.nodes if of_node[node.name] is Phase.COUNT for name in node.inputs
-    }
+    )
     for k, step in enumerate(program.instructions):
         if isinstance(step, Compute) and is_sum(graph.by_name[step.node]):
             (term,), (total,) = step.reads(graph), step.writes(graph)
@@ -129,30 +126,32 @@ def layout(
                 segment = max([segment, *(segment_of[v] for v in step.reads(graph))])
         elif k in each:
             segment = StageSegment.FORWARD
+        elif k in end_alone:
+            segment = StageSegment.GRADIENTS
         elif k in returned and segment_of[step.reads(graph)[0]] in (
             *PER_PART,
             StageSegment.RETURNED,
         ):
             segment = StageSegment.RETURNED
         else:
-            segment = _of_conversion(step, inputs, counts, segment_of)
+            segment = _of_conversion(step, counts, segment_of)
         if segment is StageSegment.BACKWARD and k in late:
             segment = StageSegment.WEIGHTS
         if k not in beside and k not in split:
             numbers[segment].append(k)
         segment_of.update(dict.fromkeys(step.writes(graph), segment))
-    found = _connected(graph, program, numbers, [*sums.values()], segment_of, split)
+    found = _connected(graph, program, numbers, [*sums.values()], segment_of, split, beside)
     return _with_last_turn(graph, program, found, beside, sums) if beside else found
 
 
-def _of_input(role: str, arrival: str) -> StageSegment:
-    if role == "received":
+def _of_input(i: Input) -> StageSegment:
+    if i.role == "received":
         return {
             EACH: StageSegment.FORWARD,
             BEFORE: StageSegment.SHARED,
             SUMMED: StageSegment.GRADIENTS,
-        }[arrival]
-    return StageSegment.FORWARD if role in ("input", "tangent") else StageSegment.ONCE
+        }[i.target]
+    return StageSegment.FORWARD if is_of_each(i) else StageSegment.ONCE
 
 
 def _of_sum(phase: Phase, terms: StageSegment, backward: bool) -> StageSegment:
@@ -173,13 +172,10 @@ def _segment(phase: Phase, backward: bool) -> StageSegment:
 
 
 def _of_conversion(
-    step: Convert,
-    inputs: Mapping[str, str],
-    counts: set[str],
-    segment_of: Mapping[Value, StageSegment],
+    step: Convert, counts: set[str], segment_of: Mapping[Value, StageSegment]
 ) -> StageSegment:
     source = segment_of[Value(step.tensor, step.src)]
-    if inputs.get(step.tensor) == "input" and step.tensor in counts:
+    if step.tensor in counts:
         return StageSegment.COUNT
     if source is StageSegment.WEIGHTS:
         return StageSegment.BACKWARD  # unless it is delayed
@@ -192,7 +188,7 @@ def _of_conversion(
 
 def _connected(
     graph: Graph, program: Program, numbers: Mapping[StageSegment, list[int]], sums: Sequence[Sum],
-    segment_of: Mapping[Value, StageSegment], split: Mapping[int, int],
+    segment_of: Mapping[Value, StageSegment], split: Mapping[int, int], beside: Collection[int],
 ) -> SegmentLayout:  # fmt: skip
     """Return the layout with what every segment reads and makes for others."""
     pieces = dict[Value, tuple[Convert, int]]()
@@ -210,6 +206,7 @@ def _connected(
     ends = [Value(o.tensor, p) for o, p in zip(graph.outputs, program.outputs, strict=True)]
     later = {*ends, *(s.term for s in sums)}
     later.update(v for wanted in read.values() for v in wanted)
+    later.update(v for k in beside for v in program.instructions[k].reads(graph))
     returned = {v for step, _ in pieces.values() if step.backward for v in step.reads(graph)}
     later |= returned
     # Terms that an operator after the microbatches reads, or that another stage gets, are summed too.

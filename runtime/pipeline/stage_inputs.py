@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hap.ir.graph import Graph
+from hap.ir.microbatch import is_of_each
 from hap.ir.plan import Plan
 from hap.ir.program import Value
 from hap.ir.stages import Stage
@@ -33,14 +34,17 @@ def inputs_of(
         value = Value(i.tensor, stage.program.inputs[i.tensor])
         if i.role == "tangent":
             env[value] = tangent
-        elif i.role == "input":
+        elif is_of_each(i):
             entry = _whole_name(plan, i.target, "input")
             for number, rows in enumerate(
                 _cut(plan, microbatches, place, given[entry], entry, value)
             ):
                 parts[number][value] = rows
         elif i.role != "received":
-            env[value] = given[_whole_name(plan, i.target, i.role)]
+            entry = _whole_name(plan, i.target, i.role)
+            env[value] = given[entry]
+            if i.role == "input":
+                (env[value],) = _cut(plan, microbatches[:1], place, given[entry], entry, value)
     return env, parts
 
 

@@ -25,10 +25,10 @@ def cut_places(graph: Graph) -> tuple[str, ...]:
     for k in sorted(range(len(names)), key=lambda k: (nbytes[k], k)):
         best.setdefault(round(float(work[k]) * 2 * CUTS), k)
     kept = sorted(sorted(best.values(), key=lambda k: (nbytes[k], k))[:CUTS])
-    return _possible(graph, tuple(names[k] for k in kept))
+    return possible(graph, tuple(names[k] for k in kept))
 
 
-def _possible(graph: Graph, places: tuple[str, ...]) -> tuple[str, ...]:
+def possible(graph: Graph, places: tuple[str, ...]) -> tuple[str, ...]:
     """Return the places without those at which a sum over the microbatches would cross."""
     if _can_cut(graph, places):
         return places

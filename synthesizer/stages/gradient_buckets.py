@@ -125,12 +125,16 @@ class _Moved:
         return sorted({*own, *(m for n in own for m in self._needed(n))})
 
     def reduces(self, k: int) -> bool:
-        """Return whether an instruction is a collective that follows no other one."""
+        """Return whether an instruction is a collective of gradients that follows no other one."""
         step, needed = self._steps[k], (self._steps[n] for n in self._needed(k))
         return (
-            isinstance(step, Convert) and not step.local
+            isinstance(step, Convert) and not step.local and self._follows_backward(k)
             and all(not isinstance(n, Convert) or n.local for n in needed)
         )  # fmt: skip
+
+    def _follows_backward(self, k: int) -> bool:
+        last = self.ready(k)
+        return last >= 0 and self._steps[last].backward
 
     def ready(self, k: int) -> int:
         """Return the last instruction of the backward on which one depends."""

@@ -65,11 +65,13 @@ def stage_bytes(
 
     early = before_microbatches(part, program, each)
     until = last_groups(part, program, early)
-    stored, peak = memory(part, program, cost, until=until, updating=False, throughout=early)
+    made = structure_of(part, program, cost).storages
+    stored, peak = memory(
+        part, program, cost, until=until, updating=False, throughout=_throughout(part, program, made, early)
+    )
     updating = sum(while_updating(part, program, cost).values(), nbytes([]))
     ahead = min(in_flight, microbatches) - 1
     received, of_node = _received(part, program), phases(part)
-    made = structure_of(part, program, cost).storages
     held = _held(program, [s for s in made if s.born not in early], of_node, recompute=recompute)
     saved = nbytes([*received[False], *held])
     waiting = nbytes(_waiting(part, program, delayable(part, program), early))
@@ -81,6 +83,14 @@ def stage_bytes(
         stored_bytes=stored, saved_bytes=saved, peak_bytes=np.maximum(peak, updating),
         waiting_bytes=waiting, sums_bytes=sums, message_bytes=beside,
     )  # fmt: skip
+
+
+def _throughout(
+    part: Graph, program: Program, made: Sequence[Storage], early: Collection[int]
+) -> set[int]:
+    """Return the instructions before the microbatches whose results every microbatch reads."""
+    once = all_after(part, program).union(early)
+    return {s.born for s in made if s.born in early and (s.kept or not once.issuperset(s.reads))}
 
 
 def last_groups(part: Graph, program: Program, early: Collection[int] = ()) -> list[int]:

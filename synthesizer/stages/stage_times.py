@@ -11,7 +11,8 @@ from hap.cluster.work import Work
 from hap.ir.axes import Shares
 from hap.ir.delayed_weights import delayable
 from hap.ir.graph import Graph, Input, Node
-from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_sum, phases
+from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_of_each, is_sum, phases
+from hap.ir.last_turn import gathers_of_end
 from hap.ir.program import Compute, Convert, Instruction, Program, Value
 from hap.ir.returned_sums import returned_conversions
 from hap.ir.shared_pieces import in_pieces
@@ -120,6 +121,7 @@ def figures(
     slowest, moved, host_s = dict.fromkeys(work, 0.0), dict.fromkeys(work, 0.0), hardware.host_s
     of_node = phases(part)
     made = {Value(i.tensor, program.inputs[i.tensor]): _start(i) for i in part.inputs}
+    at_end = gathers_of_end(part, program)
     late, once = delayable(part, program), returned_conversions(part, program)
     split, pieces = in_pieces(part, program, world), dict[str, tuple[float, int]]()
     each = forward_gathers(part, program) if gather_each else frozenset[int]()
@@ -133,6 +135,8 @@ def figures(
             made.update(dict.fromkeys(step.writes(part), name))
         if name == "backward" and once.issuperset(range(first, end)):
             name = "returned"
+        elif at_end.issuperset(range(first, end)):
+            name = "after"
         if first in split and isinstance(step := group[0], Convert):
             more_s = (split[first] - 1) * cost.start_s(step)
             pieces[step.tensor] = float(seconds.max()) + more_s, split[first]
@@ -212,7 +216,7 @@ def _adding(part: Graph, program: Program, cost: CostModel) -> PerRank:
 def _start(i: Input) -> str:
     if i.role == "received":
         return {EACH: "forward", BEFORE: "shared", SUMMED: "after"}[i.target]
-    return "forward" if i.role in ("input", "tangent") else "before"
+    return "forward" if is_of_each(i) else "before"
 
 
 def _phase(

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hap.cluster.link import Link
 from hap.cluster.topology import Cluster
-from hap.errors import HapError, InfeasibleError, PlanError
+from hap.errors import HapError, InfeasibleError, NoProgramError, PlanError
 from hap.ir.axes import Shares
 from hap.ir.graph import Graph
 from hap.ir.mesh import divide
 from hap.ir.microbatch import phases
 from hap.ir.microbatch_sizes import even_parts, sized_stages
-from hap.ir.placement import Placement, R
+from hap.ir.placement import P, Placement, R
 from hap.ir.program import Program
-from hap.ir.stages import PipelineStages
+from hap.ir.stages import PipelineStages, repeatable
 from hap.ir.widening import widened_later
-from hap.synthesizer.axis_roles import batch_axis
-from hap.synthesizer.baselines import data_parallel
+from hap.synthesizer.axis_roles import batch_axes, batch_axis
+from hap.synthesizer.baselines import data_parallel, on_axis
+from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.synthesize import Synthesizer
@@ -105,10 +106,16 @@ def over_time(space: Space, cluster: Cluster, optimizer_states: int) -> OverTime
     wide = _wide_sums(space, usual)
     # Gradients in half precision are cheaper to reduce in shards, which needs them between parts: hence the
     # programs on one axis. Some models have no program whose sums are all behind their casts.
-    for allowed in (wide, _on_one_axis(space, wide), usual):
-        with contextlib.suppress(PlanError, InfeasibleError):
+    found: HapError | None = None
+    for allowed in (
+        wide, _on_one_axis(space, wide), usual, _on_one_axis(space, usual), *_with_whole_inputs(space)
+    ):  # fmt: skip
+        try:
             return _divided(space, clock, optimizer_states, allowed)
-    return _divided(space, clock, optimizer_states, _on_one_axis(space, usual))
+        except (PlanError, InfeasibleError, NoProgramError) as error:
+            found = found or error
+    assert found is not None
+    raise found
 
 
 def _divided(space: Space, clock: Cluster, states: int, allowed: Allowed) -> OverTime:
@@ -132,6 +139,57 @@ def _wide_sums(space: Space, usual: Allowed) -> Allowed:
         return usual(tensor, p, stored) and not (p == R and tensor in narrow)
 
     return allowed
+
+
+def _with_whole_inputs(space: Space) -> Iterator[Allowed]:
+    """Split what depends on one axis of the batch; all else runs once per step, on whole inputs.
+
+    Images whose features replace tokens of a text have an axis of their own: which features a microbatch's
+    text needs is known at run time alone. Their gradients are summed over the microbatches.
+    """
+    axis = _main_axis(space)
+    if axis is None:
+        return
+    split = on_axis(space, axis)
+    free = {o for n in space.graph.nodes if n.name in repeatable(space.graph) for o in n.outputs if o}
+    free.update(i.tensor for i in space.graph.role("input"))
+    once = _of_whole_inputs(space, axis)
+    wide = _wide_sums(space, lambda tensor, p, stored: True)
+
+    def usual(tensor: str, p: Placement, stored: bool) -> bool:
+        if p.sharded:
+            return space.axes.of.get((tensor, p.dim)) == axis
+        return not (p == P and tensor in once) and (tensor in free or split(tensor, p, stored))
+
+    yield lambda tensor, p, stored: usual(tensor, p, stored) and (
+        tensor in once or wide(tensor, p, stored)
+    )
+    yield usual
+
+
+def _main_axis(space: Space) -> str | None:
+    """Return the axis of dim 0 of the inputs along which most of the operations can be split."""
+    found = dict.fromkeys(name for name in sorted(filter(None, batch_axes(space))))
+    work = {
+        name: sum(
+            node_work(n, space.graph).flops for n in space.graph.nodes
+            if any(name == space.axes.of.get((o, d)) for o in n.outputs if o
+                   for d in range(len(space.graph.tensors[o].shape)))
+        )
+        for name in found
+    }  # fmt: skip
+    return max(work, key=lambda name: work[name], default=None)
+
+
+def _of_whole_inputs(space: Space, axis: str) -> frozenset[str]:
+    """Return the tensors of what runs once per step: their operators read no tensor with a dim on the axis."""
+    graph = space.graph
+    split = {tensor for (tensor, _), name in space.axes.of.items() if name == axis}
+    found = {i.tensor for i in graph.role("input") if i.tensor not in split}
+    for node in graph.nodes:
+        if not found.isdisjoint(node.inputs) and split.isdisjoint(node.inputs):
+            found.update(o for o in node.outputs if o and o not in split)
+    return frozenset(found)
 
 
 def _on_one_axis(space: Space, usual: Allowed) -> Allowed:
