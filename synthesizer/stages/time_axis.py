@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 from hap.cluster.link import Link
@@ -147,13 +148,16 @@ def _with_whole_inputs(space: Space) -> Iterator[Allowed]:
     Images whose features replace tokens of a text have an axis of their own: which features a microbatch's
     text needs is known at run time alone. Their gradients are summed over the microbatches.
     """
-    axis = _main_axis(space)
-    if axis is None:
-        return
-    split = on_axis(space, axis)
-    free = {o for n in space.graph.nodes if n.name in repeatable(space.graph) for o in n.outputs if o}
+    cheap = repeatable(space.graph)
+    free = {o for n in space.graph.nodes if n.name in cheap for o in n.outputs if o}
     free.update(i.tensor for i in space.graph.role("input"))
-    once = _of_whole_inputs(space, axis)
+    for axis in _by_work(space):
+        with contextlib.suppress(HapError):  # a tensor with two dims on the axis
+            yield from _split_on(space, axis, free)
+
+
+def _split_on(space: Space, axis: str, free: Collection[str]) -> Iterator[Allowed]:
+    split, once = on_axis(space, axis), _of_whole_inputs(space, axis)
     wide = _wide_sums(space, lambda tensor, p, stored: True)
 
     def usual(tensor: str, p: Placement, stored: bool) -> bool:
@@ -161,24 +165,20 @@ def _with_whole_inputs(space: Space) -> Iterator[Allowed]:
             return space.axes.of.get((tensor, p.dim)) == axis
         return not (p == P and tensor in once) and (tensor in free or split(tensor, p, stored))
 
-    yield lambda tensor, p, stored: usual(tensor, p, stored) and (
-        tensor in once or wide(tensor, p, stored)
-    )
+    yield lambda *given: usual(*given) and (given[0] in once or wide(*given))
     yield usual
 
 
-def _main_axis(space: Space) -> str | None:
-    """Return the axis of dim 0 of the inputs along which most of the operations can be split."""
-    found = dict.fromkeys(name for name in sorted(filter(None, batch_axes(space))))
-    work = {
-        name: sum(
-            node_work(n, space.graph).flops for n in space.graph.nodes
-            if any(name == space.axes.of.get((o, d)) for o in n.outputs if o
-                   for d in range(len(space.graph.tensors[o].shape)))
-        )
-        for name in found
-    }  # fmt: skip
-    return max(work, key=lambda name: work[name], default=None)
+def _by_work(space: Space) -> list[str]:
+    """Return the axes of dim 0 of the inputs, first those along which most operations can be split."""
+    graph, work = space.graph, dict.fromkeys(sorted(filter(None, batch_axes(space))), 0.0)
+    of: dict[str, set[str]] = {}
+    for (tensor, _), name in space.axes.of.items():
+        of.setdefault(tensor, set()).add(name)
+    for node in graph.nodes:
+        for name in work.keys() & {a for o in node.outputs if o for a in of.get(o, ())}:
+            work[name] += node_work(node, graph).flops
+    return sorted(work, key=lambda name: -work[name])
 
 
 def _of_whole_inputs(space: Space, axis: str) -> frozenset[str]:
