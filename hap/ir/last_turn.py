@@ -61,7 +61,11 @@ def _gathers_of_end(graph: Graph, program: Program) -> Numbers:
     for k, step in reversed([*enumerate(steps)]):
         if not isinstance(step, Convert):
             continue
-        if step.backward and once.issuperset(step.reads(graph)) and wanted.isdisjoint(step.writes(graph)):
+        if (
+            step.backward
+            and once.issuperset(step.reads(graph))
+            and wanted.isdisjoint(step.writes(graph))
+        ):
             found.add(k)
         else:
             wanted.update(step.reads(graph))

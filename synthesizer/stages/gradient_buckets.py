@@ -117,12 +117,19 @@ class _Moved:
         self._read = {
             k: [maker[v] for v in self._steps[k].reads(graph) if v in maker] for k in beside
         }
+        self._known: dict[int, list[int]] = {}
         self.done = set[int]()
 
     def _needed(self, k: int) -> list[int]:
         """Return the instructions beside the backward on which one depends, in order."""
-        own = [n for n in self._read[k] if n in self._beside]
-        return sorted({*own, *(m for n in own for m in self._needed(n))})
+        if k not in self._known:
+            todo, found = [*self._read[k]], set[int]()
+            while todo:
+                if (n := todo.pop()) in self._beside and n not in found:
+                    found.add(n)
+                    todo += self._read[n]
+            self._known[k] = sorted(found)
+        return self._known[k]
 
     def reduces(self, k: int) -> bool:
         """Return whether an instruction is a collective of gradients that follows no other one."""

@@ -67,7 +67,12 @@ def stage_bytes(
     until = last_groups(part, program, early)
     made = structure_of(part, program, cost).storages
     stored, peak = memory(
-        part, program, cost, until=until, updating=False, throughout=_throughout(part, program, made, early)
+        part,
+        program,
+        cost,
+        until=until,
+        updating=False,
+        throughout=_throughout(part, program, made, early),
     )
     updating = sum(while_updating(part, program, cost).values(), nbytes([]))
     ahead = min(in_flight, microbatches) - 1

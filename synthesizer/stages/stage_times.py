@@ -11,8 +11,8 @@ from hap.cluster.work import Work
 from hap.ir.axes import Shares
 from hap.ir.delayed_weights import delayable
 from hap.ir.graph import Graph, Input, Node
-from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_of_each, is_sum, phases
 from hap.ir.last_turn import gathers_of_end
+from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_of_each, is_sum, phases
 from hap.ir.program import Compute, Convert, Instruction, Program, Value
 from hap.ir.returned_sums import returned_conversions
 from hap.ir.shared_pieces import in_pieces
