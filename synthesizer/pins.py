@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hap.errors import InputError
 from hap.ir.graph import Graph
@@ -62,6 +62,13 @@ def pinned(space: Space, pins: Mapping[str, Placement]) -> Allowed:
         return p == pins[tensor]
 
     return allowed
+
+
+def no_program(pins: Sequence[str]) -> InputError:
+    """Return the error of pins that exclude each other."""
+    shown = " and ".join(f"--pin {pin}" for pin in pins)
+    hint = "leave out one of them" if len(pins) > 1 else "leave it out"
+    return InputError(f"no program has {shown}", hint=hint)
 
 
 def read_pins(graph: Graph, pins: tuple[str, ...]) -> dict[str, Placement]:

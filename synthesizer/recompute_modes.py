@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from hap.background import each
 from hap.cluster.topology import Cluster
-from hap.errors import InfeasibleError, PlanningStopped, TooEntangledError
+from hap.errors import InfeasibleError, NoProgramError, PlanningStopped, TooEntangledError
 from hap.ir.graph import Graph
 from hap.ir.prediction import Alternative
 from hap.ir.regather import backward_alias_of
 from hap.synthesizer.accumulation import accumulated, bound
 from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.device_selection import fastest_kind
+from hap.synthesizer.pins import no_program
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import alternatives, row_of
 from hap.synthesizer.planner import (
@@ -91,6 +92,7 @@ def choose_for_model(
         modes: modes to try one after the other if ``options`` names none; each recomputes more.
 
     Raises:
+        InputError: no program has all placements of ``options.pins``.
         InfeasibleError: nothing fits in any mode.
         PlanningStopped: as of :func:`hap.synthesizer.planner.choose`.
     """
@@ -126,6 +128,10 @@ def choose_for_model(
         before = _best(found)[0] if found else None
         if in_parts := _accumulated(every, found, cluster, optimizer_states, options, progress):
             found.append(in_parts)
+    except NoProgramError as failed:
+        if not options.pins:
+            raise
+        raise no_program(options.pins) from failed
     except PlanningStopped as stop:
         found = found or [*_of_short_searches(every, stop)]
         if not found:

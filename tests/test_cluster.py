@@ -590,7 +590,7 @@ BAD = {
         NODE + "    inside: {bandwidth: 3 GB/s, latency: -1 us}\n",
         4,
         "-1 us",
-        "above zero",
+        "zero or more",
     ),
     "link without bandwidth": (NODE + "    inside: {latency: 1 us}\n", 4, "missing", "10 Gbit/s"),
     "bad efficiency": (NODE + "    efficiency: {conv: fast}\n", 4, "conv", "positive number"),

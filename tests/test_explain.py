@@ -123,6 +123,12 @@ def test_pins_that_cannot_be(pin: str, words: str) -> None:
         made(pin)
 
 
+def test_pins_that_no_program_has() -> None:
+    with pytest.raises(InputError, match="no program has --pin") as raised:
+        made("addmm_1=S1", "cross_entropy=S0")
+    assert raised.value.hint == "leave out one of them"
+
+
 def test_devices_that_are_not_there() -> None:
     with pytest.raises(InputError, match="no device 'm:9'"):
         made(keep=("m:9",), all_devices=False)

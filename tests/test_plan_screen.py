@@ -206,7 +206,7 @@ def test_the_agreement_tells_errors_above_the_tolerance() -> None:
     close = ComparisonRow(tensor="t", what="loss", error=1e-12, ok=True)
     amplified = ComparisonRow(tensor="w", what="after 3 steps", error=2e-8, ok=True)
     exact = Verdict(rows=(close,), tolerance=1e-9, first_bad=None)
-    assert agreement(exact) == "all 1 tensors as on one device, to 1e-09"
+    assert agreement(exact) == "the only tensor as on one device, to 1e-09"
     more = agreement(Verdict(rows=(close, amplified), tolerance=1e-9, first_bad=None))
     assert more.splitlines()[1].startswith("except for errors up to 2e-08")
 

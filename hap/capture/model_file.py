@@ -89,7 +89,11 @@ def load_model_file(spec: str) -> ModelFile:
 
     def function(value: Any, called: str) -> Any:
         if value is not None and not callable(value):
-            raise ModelError(f"`{called}` is {value!r}, not a function", where=path)
+            raise ModelError(
+                f"`{called}` is {value!r}, not a function",
+                where=path,
+                hint=f"write def {called}(...)",
+            )
         return value
 
     if getattr(module, name, None) is None:
@@ -100,7 +104,7 @@ def load_model_file(spec: str) -> ModelFile:
         )
     seed = find("seed") or 0
     if not isinstance(seed, int):
-        raise ModelError(f"`seed` is {seed!r}, not an int", where=path)
+        raise ModelError(f"`seed` is {seed!r}, not an int", where=path, hint="write seed = 0")
     if not -(2**63) <= seed < 2**64:
         raise ModelError("`seed` has more than 64 bits", where=path, hint="use a smaller number")
 
@@ -250,7 +254,8 @@ def _guard(function: Callable[..., Any], name: str, returns: type, path: str) ->
         if not isinstance(result, returns):
             what = f"{name}() returned a {type(result).__name__}, not a torch {returns.__name__}"
             code = getattr(function, "__code__", None)
-            raise ModelError(what, where=f"{path}:{code.co_firstlineno}" if code else path)
+            where = f"{path}:{code.co_firstlineno}" if code else path
+            raise ModelError(what, where=where, hint=f"return a torch {returns.__name__}")
         return result
 
     return call

@@ -19,7 +19,9 @@ _TENSORS = 20
 def agreement(verdict: Verdict) -> str:
     """Say how closely all tensors agree."""
     random = f"; {verdict.random}" if verdict.random else ""
-    text = f"all {len(verdict.rows)} tensors as on one device, to {verdict.tolerance:.0e}{random}"
+    count = len(verdict.rows)
+    tensors = f"all {count} tensors" if count > 1 else "the only tensor"
+    text = f"{tensors} as on one device, to {verdict.tolerance:.0e}{random}"
     if verdict.amplified:
         text += f"\nexcept for errors up to {verdict.amplified:.0e}, at most four times those of rounding on one device"
     return text

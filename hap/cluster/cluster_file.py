@@ -439,9 +439,8 @@ class _Section:
             what, _, hint = str(error).partition(": ")
             raise ClusterError(f"{key}: {what}", where=self.where(key), hint=hint) from error
         if value < 0 or (value == 0 and not zero):
-            raise ClusterError(
-                f"{key} is {self.data[key]}", where=self.where(key), hint="it must be above zero"
-            )
+            hint = f"it must be {'zero or more' if zero else 'above zero'}"
+            raise ClusterError(f"{key} is {self.data[key]}", where=self.where(key), hint=hint)
         if 0 < value < LEAST_RATE and dimension.endswith("/s"):
             raise ClusterError(
                 f"{key} is {self.data[key]}, slower than any device", where=self.where(key),

@@ -27,11 +27,20 @@ class Link:
 
     def __post_init__(self) -> None:
         if not 0 < self.bandwidth_bytes_per_s < float("inf"):
-            raise ClusterError(f"a link's bandwidth is {self.bandwidth_bytes_per_s} bytes/s")
+            raise ClusterError(
+                f"a link's bandwidth is {self.bandwidth_bytes_per_s} bytes/s",
+                hint="it must be above zero and finite",
+            )
         if not 0 <= self.latency_s < float("inf"):
-            raise ClusterError(f"a link's latency is {self.latency_s} s")
+            raise ClusterError(
+                f"a link's latency is {self.latency_s} s",
+                hint="it must be zero or more, and finite",
+            )
         if not 0 <= self.least_s < float("inf"):
-            raise ClusterError(f"the least time of a collective is {self.least_s} s")
+            raise ClusterError(
+                f"the least time of a collective is {self.least_s} s",
+                hint="it must be zero or more, and finite",
+            )
         if not isinstance(self.source, str):
             raise ClusterError(f"the source of a link's figures is {self.source!r}, not a text")
 

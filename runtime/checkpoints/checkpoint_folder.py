@@ -134,7 +134,9 @@ def read_index(path: Path) -> dict[str, Any]:
         CheckpointError: the index is absent or damaged, or a file is absent or cut off.
     """
 
-    def fail(reason: str, hint: str = "") -> CheckpointError:
+    def fail(
+        reason: str, hint: str = "load another checkpoint, by its own folder"
+    ) -> CheckpointError:
         return CheckpointError(reason, where=str(path), hint=hint)
 
     if (path / ".metadata").exists() and not (path / INDEX).exists():
@@ -147,7 +149,10 @@ def read_index(path: Path) -> dict[str, Any]:
     try:
         index = json.loads((path / INDEX).read_bytes())
     except FileNotFoundError:
-        raise fail(f"there is no {INDEX}, so this is no checkpoint of hap") from None
+        raise fail(
+            f"there is no {INDEX}, so this is no checkpoint of hap",
+            "name a folder that hap run or Trainer.save wrote",
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         reason = reason_of(error) if isinstance(error, OSError) else "damaged or cut off"
         raise fail(f"{INDEX} is unreadable: {reason}") from None
