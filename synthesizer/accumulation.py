@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,7 +53,7 @@ def accumulated(
             progress(f"no microbatches: {error.what}")
             return None
         groups = _groups(cluster, options, used, space.hardware(cluster).speed)
-        found = each(partial(_fewest, search), groups, apart=is_long(space))
+        found = each(partial(_fewest, search, limit_s), groups, apart=is_long(space))
         every = [m for one in found if one and (m := search.pipeline(one.sketch, one.programs))]
         best = min(every, key=lambda made: made.times.step_s, default=None)
         if best:
@@ -80,9 +81,14 @@ def _groups(cluster: Cluster, options: PlanOptions, used: Ranks, speed: PerRank)
     return [*dict.fromkeys(r for r in (every, used, fastest) if keep <= {*r})]
 
 
-def _fewest(search: StageSearch, ranks: Ranks) -> _Found | None:
-    """Return the fewest microbatches with which the step fits some devices."""
+def _fewest(search: StageSearch, limit_s: float, ranks: Ranks) -> _Found | None:
+    """Return the fewest microbatches with which the step fits some devices.
+
+    None are tried if even with unlimited memory the step would take ``limit_s``: memory has its price.
+    """
     for sketch in itertools.islice(search.estimates.one_stage(ranks), TRIED):
+        if limit_s < math.inf and search.roomy_s(sketch) >= limit_s:
+            return None
         made = search.pipeline(sketch)
         if made and made.fits:
             (stage,) = made.stages.stages

@@ -78,7 +78,7 @@ class Problem:
         self._lie = {axis: cost.parts.axis_key(axis) for axis in space.axes.axes}
         graph = space.graph
         # Parameters are gathered together at the start, gradients reduced together at the end.
-        self._gradients = frozenset(graph.gradients.values())
+        self._gradients = frozenset(graph.gradients.values()) | space.terms
         self._fused = step_ends(graph)
         twins = backward_alias_of(graph)
         self._twins = frozenset(graph.producer[twin].name for twin in twins.values())

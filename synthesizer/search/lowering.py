@@ -49,6 +49,9 @@ def write_program(
         for o in graph.outputs
     ]  # fmt: skip
     final = {o.tensor: p for o, p in zip(graph.outputs, finals, strict=True)}
+    for term in space.terms:
+        (reader,) = graph.consumers[term]
+        final[term] = choices.rows[reader.name].ins[0]
     again = {  # parameters whose stored placement the backward reads
         name for name, twin in backward_alias_of(graph).items()
         if choices.rows[graph.producer[twin].name].ins[0] == stored[name]

@@ -65,6 +65,20 @@ class Space:
     summed: frozenset[str] = frozenset()
 
     @cached_property
+    def terms(self) -> frozenset[str]:
+        """The terms of a microbatch's gradients that nothing but the sums over microbatches reads."""
+        graph = self.graph
+        sums = [
+            n for n in graph.nodes if n.name in graph.backward and self.summed.issuperset(n.outputs)
+        ]
+        leaving = {o.tensor for o in graph.outputs}
+        return frozenset(
+            n.inputs[0]
+            for n in sums
+            if len(graph.consumers[n.inputs[0]]) == 1 and n.inputs[0] not in leaving
+        )
+
+    @cached_property
     def _machines(self) -> dict[Cluster, HardwareModel]:
         return {}
 

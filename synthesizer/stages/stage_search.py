@@ -92,6 +92,7 @@ class StageSearch:
         _check(space.graph)
         self._time = over_time(space, cluster, optimizer_states)
         self._found: dict[object, Chosen | None] = {}
+        self._latest: tuple[object, StageSynthesizer] | None = None
         self.estimates = StageEstimates(self._time, cluster, optimizer_states, keep, quick=quick)
 
     def relaxed(self, ranks: Ranks) -> Relaxed:
@@ -174,18 +175,10 @@ class StageSearch:
         """
         count, groups = sketch.microbatches, [tuple(sorted(g)) for g in sketch.groups]
         try:
-            wholes, _ = cut_stages(self._time.whole(count), sketch.cuts)
-            parts, transfers = cut_stages(self._time.part(count), sketch.cuts)
+            tasks, transfers = self._tasks(sketch)
         except PlanError:
             return None
-        tasks = [
-            StageTask(
-                whole=whole, part=part, ranks=ranks, count=count,
-                in_flight=min(count, len(groups) - number),  # of 1F1B
-            )
-            for number, (ranks, whole, part) in enumerate(zip(groups, wholes, parts, strict=True))
-        ]  # fmt: skip
-        chosen = []
+        parts, chosen = [task.part for task in tasks], []
         for one in map(programs, tasks) if programs else self._searched(tasks):
             if one is None:
                 return None
@@ -234,6 +227,32 @@ class StageSearch:
             times=simulate_pipeline(times, count), transfers=transfers, parts=parts,
         )  # fmt: skip
 
+    def _tasks(self, sketch: Sketch) -> tuple[list[StageTask], tuple[Transfer, ...]]:
+        """Return the stages of a sketch, and the transfers between them."""
+        count = sketch.microbatches
+        wholes, _ = cut_stages(self._time.whole(count), sketch.cuts)
+        parts, transfers = cut_stages(self._time.part(count), sketch.cuts)
+        tasks = [
+            StageTask(
+                whole=whole, part=part, ranks=tuple(sorted(ranks)), count=count,
+                in_flight=min(count, len(parts) - number),  # of 1F1B
+            )
+            for number, (ranks, whole, part) in enumerate(
+                zip(sketch.groups, wholes, parts, strict=True)
+            )
+        ]  # fmt: skip
+        return tasks, transfers
+
+    def roomy_s(self, sketch: Sketch) -> float:
+        """Return the seconds of a step as one stage, on devices with unlimited memory."""
+        ((task,), _) = self._tasks(sketch)
+        synthesizer = self._synthesizer(task)
+        program, shares = synthesizer.in_order(synthesizer.first)
+        part, hardware = task.part, synthesizer.hardware
+        made = figures(part, program, shares, hardware, self.states, task.count, in_flight=1)
+        each_s = made.forward_s + made.backward_s
+        return made.before_s + task.count * each_s + made.after_s - made.hidden_s
+
     def _searched(self, tasks: Sequence[StageTask]) -> list[Chosen | None]:
         """Return the cheapest program of each stage on its devices, with its shares."""
         keys = [self._key(task) for task in tasks]
@@ -252,9 +271,16 @@ class StageSearch:
 
     def _search(self, task: StageTask) -> Chosen | None:
         try:
-            return StageSynthesizer(task, self.cluster.keep(task.ranks), self.states).chosen()
+            return self._synthesizer(task).chosen()
         except HapError:
             return None
+
+    def _synthesizer(self, task: StageTask) -> StageSynthesizer:
+        key = self._key(task)
+        if self._latest is None or self._latest[0] != key:
+            part = self.cluster.keep(task.ranks)
+            self._latest = key, StageSynthesizer(task, part, self.states)
+        return self._latest[1]
 
 
 def _check(graph: Graph) -> None:
