@@ -20,6 +20,8 @@ from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.cost.operator_work import product_operations
 from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.program_space import Space, build_space
+from hap.synthesizer.shares.share_solver import solve_shares
+from hap.synthesizer.shares.storage_sharding import program_axes
 from hap.synthesizer.stages.device_blocks import Ranks
 from hap.synthesizer.stages.gradient_buckets import in_buckets
 from hap.synthesizer.stages.overlapped_turns import overlapped
@@ -28,6 +30,9 @@ from hap.synthesizer.stages.stage_times import SumsOverTime, stage_cost
 from hap.synthesizer.synthesize import Synthesizer
 
 _ANY_BYTES = 2**60
+
+ROUNDS = 3
+"""Most solutions of shares for a program that lacks memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +120,35 @@ class StageSynthesizer(Synthesizer):
         if self.cluster.world_size > 1:
             pair = self.search(self.balance(pair))
             pair = min((pair, self.judge(pair.program, self.balance(pair))), key=self._objective)
+            pair = self._within_memory(pair)
         return self.in_order(pair) if in_order else of_microbatch(pair)
+
+    def _within_memory(self, pair: Candidate) -> Candidate:
+        """Return the program with shares by which ranks lack less memory, if some lack any.
+
+        Shares are solved for the step of the whole batch. Its room on a rank is that of the microbatches, scaled by
+        what either holds there.
+        """
+        for _ in range(ROUNDS):
+            if not self._lacking(pair).any():
+                break
+            room = self._memory * pair.serial.peak_bytes / self._held(*self._priced_part(pair))
+            devices = tuple(
+                replace(d, memory_bytes=int(b))
+                for d, b in zip(self.cluster.devices, room, strict=True)
+            )
+            hardware = HardwareModel(
+                replace(self.cluster, devices=devices), product_operations(self._task.whole)
+            )
+            axes, program = program_axes(self.space.axes, pair.program), pair.program
+            found = solve_shares(
+                self.space.graph, axes, program, hardware, self._states, pair.shares
+            )
+            tried = self.judge(program, found.shares)
+            if self._objective(tried) >= self._objective(pair):
+                break
+            pair = tried
+        return pair
 
     def in_order(self, pair: Candidate) -> tuple[Program, Shares]:
         """Return the program of a microbatch in an order in which collectives overlap, and the shares.
@@ -133,20 +166,25 @@ class StageSynthesizer(Synthesizer):
 
     def _lacking(self, pair: Candidate) -> PerRank:
         if pair not in self._lacks:
-            program, shares = of_microbatch(pair)
-            cost = stage_cost(self._task.part, program, shares, self.hardware, self._states)
-            self._lacks[pair] = self._lack(program, cost)
+            self._lacks[pair] = self._lack(*self._priced_part(pair))
         return self._lacks[pair]
+
+    def _priced_part(self, pair: Candidate) -> tuple[Program, CostModel]:
+        """Return the program of a microbatch, with its prices."""
+        program, shares = of_microbatch(pair)
+        return program, stage_cost(self._task.part, program, shares, self.hardware, self._states)
 
     def _lack(self, program: Program, cost: CostModel) -> PerRank:
         """Return the bytes that each rank lacks for microbatches whose forwards run again."""
+        lacking: PerRank = np.maximum(self._held(program, cost) - self._memory, 0.0)
+        return lacking
+
+    def _held(self, program: Program, cost: CostModel) -> PerRank:
         task = self._task
-        held = stage_bytes(
+        return stage_bytes(
             task.part, program, cost, task.count, task.in_flight, recompute=True,
             each=forward_gathers(task.part, program),
         ).peak_bytes  # fmt: skip
-        lacking: PerRank = np.maximum(held - self._memory, 0.0)
-        return lacking
 
 
 def of_microbatch(pair: Candidate) -> tuple[Program, Shares]:
