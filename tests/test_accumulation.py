@@ -160,3 +160,25 @@ def test_gathers_run_in_each_microbatch(family: str, seed: int) -> None:
         if not each:
             assert again.before_s == once_.before_s
             assert (again.peak_bytes == once_.peak_bytes).all()
+
+
+@pytest.mark.slow
+def test_devices_with_more_memory_store_more() -> None:
+    """Two of three equal devices have little memory; nothing fits if all store alike."""
+    torch.manual_seed(0)
+    on, options = two_machines(3), PlanOptions(recompute="", all_devices=True)
+    peak = deep_peak_bytes()
+
+    def planned(part: float) -> Plan:
+        memory = (2 * peak, part * peak, part * peak)
+        devices = tuple(
+            replace(d, memory_bytes=round(b)) for d, b in zip(on.devices, memory, strict=True)
+        )
+        return hap.plan(Deep(), BATCH, replace(on, devices=devices), options=options)
+
+    plans = [planned(part) for part in (0.45, 0.4, 0.35)]
+    assert any(plan.microbatches > 1 for plan in plans)
+    for plan in plans:
+        first, *others = plan.prediction.ranks
+        assert all(first.peak_bytes > rank.peak_bytes for rank in others)
+        assert all(r.peak_bytes <= r.memory_bytes for r in plan.prediction.ranks)
