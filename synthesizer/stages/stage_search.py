@@ -178,7 +178,7 @@ class StageSearch:
             tasks, transfers = self._tasks(sketch)
         except PlanError:
             return None
-        parts, chosen = [task.part for task in tasks], []
+        parts, chosen = tuple(task.part for task in tasks), []
         for one in map(programs, tasks) if programs else self._searched(tasks):
             if one is None:
                 return None
@@ -244,10 +244,13 @@ class StageSearch:
         return tasks, transfers
 
     def roomy_s(self, sketch: Sketch) -> float:
-        """Return the seconds of a step as one stage, on devices with unlimited memory."""
-        ((task,), _) = self._tasks(sketch)
-        synthesizer = self._synthesizer(task)
-        program, shares = synthesizer.in_order(synthesizer.first)
+        """Return the seconds of a step as one stage, on devices with unlimited memory; infinite without a program."""
+        try:
+            (task,), _ = self._tasks(sketch)
+            synthesizer = self._synthesizer(task)
+            program, shares = synthesizer.in_order(synthesizer.first)
+        except HapError:
+            return float("inf")
         part, hardware = task.part, synthesizer.hardware
         made = figures(part, program, shares, hardware, self.states, task.count, in_flight=1)
         each_s = made.forward_s + made.backward_s
