@@ -1,7 +1,9 @@
 """Verify random plans with stages of eight families of models.
 
     python -m benchmarks.random_pipelines --seeds 10 --families vit bert
+    python -m benchmarks.random_pipelines --entries llava gemma3 qwen2.5-vl qwen3-vl glm-4v
 
+The second command verifies tiny sizes of entries of ``benchmarks.coverage``.
 Each has 2 to 4 stages of 1 to 3 ranks, 1 to 8 microbatches, and a random program with random shares in
 every stage. Exit code 1: some plan differs from one device by more than 1e-9.
 """
@@ -13,6 +15,7 @@ import random
 import sys
 from collections.abc import Sequence
 
+from benchmarks.coverage import case_of, entries
 from hap.cli.terminal import emit, table
 from hap.runtime.verify import Verdict
 from tests.random_plans import benchmark_case, verdict
@@ -31,10 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--seeds", type=int, default=4, help="plans of each family")
+    parser.add_argument("--entries", nargs="+", metavar="ENTRY", help="models that others wrote")
     args = parser.parse_args(argv)
     rows, failed = [], 0
-    for family in args.families:
-        case = benchmark_case(family, "tiny")
+    for family in args.entries or args.families:
+        case = case_of(entries()[family]) if args.entries else benchmark_case(family, "tiny")
         for seed in range(args.seeds):
             groups = random_groups(random.Random(f"{family}/{seed}"))
             plan = random_staged_plan(case, groups, seed)

@@ -171,6 +171,7 @@ def _accumulated(
     progress("memory is short: searching microbatches")
     # Under autocast a backward gathers weights again only if it casts them again.
     trials = sorted(every, key=lambda t: -len(backward_alias_of(t.graph)))
+    # One mode is enough if something fits: a search in microbatches takes tens of seconds.
     spaces = [t.space for t in (trials[:1] if found else trials)]
     made = accumulated(spaces, cluster, states, options, used, limit_s, progress)
     if made is None:

@@ -33,18 +33,18 @@ def all_after(graph: Graph, program: Program) -> Numbers:
     return early | late
 
 
-def gathers_of_end(graph: Graph, program: Program) -> Numbers:
+def end_conversions(graph: Graph, program: Program) -> Numbers:
     """Return the conversions of the backward that operators after the microbatches alone read.
 
     They convert what exists before, such as weights of a part of the model that runs once.
     """
-    found: tuple[Graph, Numbers] | None = program.memo.get("gathers of end")
+    found: tuple[Graph, Numbers] | None = program.memo.get("end conversions")
     if found is None or found[0] is not graph:
-        found = program.memo["gathers of end"] = graph, _gathers_of_end(graph, program)
+        found = program.memo["end conversions"] = graph, _end_conversions(graph, program)
     return found[1]
 
 
-def _gathers_of_end(graph: Graph, program: Program) -> Numbers:
+def _end_conversions(graph: Graph, program: Program) -> Numbers:
     of_node, steps = phases(graph), program.instructions
     once = {
         Value(i.tensor, program.inputs[i.tensor]) for i in graph.inputs
@@ -86,7 +86,7 @@ def _after_microbatches(graph: Graph, program: Program) -> tuple[Numbers, Number
         Value(i.tensor, program.inputs[i.tensor])
         for i in graph.role("received") if i.target == SUMMED
     }  # fmt: skip
-    of_parts, sums, alone = set[Value](), set[Value](), gathers_of_end(graph, program)
+    of_parts, sums, alone = set[Value](), set[Value](), end_conversions(graph, program)
     early, late = set[int](), set[int]()
     for k, step in enumerate(program.instructions):
         read, made = step.reads(graph), step.writes(graph)

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from hap.ir.delayed_weights import delayable
 from hap.ir.graph import Graph, Input
-from hap.ir.last_turn import beside_last, gathers_of_end
+from hap.ir.last_turn import beside_last, end_conversions
 from hap.ir.mesh import origin
 from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_of_each, is_sum, phases
 from hap.ir.pipeline_order import PENDING
@@ -107,7 +107,7 @@ def layout(
     late = delayable(graph, program) if delayed else frozenset[int]()
     returned = returned_conversions(graph, program)
     each = forward_gathers(graph, program) if gather_each else frozenset[int]()
-    end_alone = gathers_of_end(graph, program)
+    end_alone = end_conversions(graph, program)
     batch = {i.tensor for i in graph.role("input") if is_of_each(i)}
     counts = batch.intersection(
         name for node in graph.nodes if of_node[node.name] is Phase.COUNT for name in node.inputs

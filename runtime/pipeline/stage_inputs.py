@@ -40,11 +40,11 @@ def inputs_of(
                 _cut(plan, microbatches, place, given[entry], entry, value)
             ):
                 parts[number][value] = rows
+        elif i.role == "input":  # whole over time
+            entry = _whole_name(plan, i.target, "input")
+            (env[value],) = _cut(plan, microbatches[:1], place, given[entry], entry, value)
         elif i.role != "received":
-            entry = _whole_name(plan, i.target, i.role)
-            env[value] = given[entry]
-            if i.role == "input":
-                (env[value],) = _cut(plan, microbatches[:1], place, given[entry], entry, value)
+            env[value] = given[_whole_name(plan, i.target, i.role)]
     return env, parts
 
 

@@ -78,6 +78,7 @@ class Problem:
         self._lie = {axis: cost.parts.axis_key(axis) for axis in space.axes.axes}
         graph = space.graph
         # Parameters are gathered together at the start, gradients reduced together at the end.
+        # In microbatches their terms are converted, not the sums.
         self._gradients = frozenset(graph.gradients.values()) | space.terms
         self._fused = step_ends(graph)
         twins = backward_alias_of(graph)

@@ -66,14 +66,8 @@ def stage_bytes(
     early = before_microbatches(part, program, each)
     until = last_groups(part, program, early)
     made = structure_of(part, program, cost).storages
-    stored, peak = memory(
-        part,
-        program,
-        cost,
-        until=until,
-        updating=False,
-        throughout=_throughout(part, program, made, early),
-    )
+    always = _throughout(part, program, made, early)
+    stored, peak = memory(part, program, cost, until=until, updating=False, throughout=always)
     updating = sum(while_updating(part, program, cost).values(), nbytes([]))
     ahead = min(in_flight, microbatches) - 1
     received, of_node = _received(part, program), phases(part)

@@ -11,7 +11,7 @@ from hap.cluster.work import Work
 from hap.ir.axes import Shares
 from hap.ir.delayed_weights import delayable
 from hap.ir.graph import Graph, Input, Node
-from hap.ir.last_turn import gathers_of_end
+from hap.ir.last_turn import end_conversions
 from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_of_each, is_sum, phases
 from hap.ir.program import Compute, Convert, Instruction, Program, Value
 from hap.ir.returned_sums import returned_conversions
@@ -121,7 +121,7 @@ def figures(
     slowest, moved, host_s = dict.fromkeys(work, 0.0), dict.fromkeys(work, 0.0), hardware.host_s
     of_node = phases(part)
     made = {Value(i.tensor, program.inputs[i.tensor]): _start(i) for i in part.inputs}
-    at_end = gathers_of_end(part, program)
+    at_end = end_conversions(part, program)
     late, once = delayable(part, program), returned_conversions(part, program)
     split, pieces = in_pieces(part, program, world), dict[str, tuple[float, int]]()
     each = forward_gathers(part, program) if gather_each else frozenset[int]()
