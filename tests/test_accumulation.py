@@ -18,11 +18,15 @@ from hap.ir.program import Convert
 from hap.ir.shared_pieces import in_pieces
 from hap.ir.weight_gathers import before_microbatches, forward_gathers
 from hap.runtime.pipeline.segments import StageSegment, layout
+from hap.synthesizer.accumulation import _fewest
 from hap.synthesizer.cost.hardware_model import HardwareModel
+from hap.synthesizer.memory_price import MemoryPrice
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.recompute_modes import WORTH
+from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.stages.stage_estimates import Sketch
 from hap.synthesizer.stages.stage_search import StageSearch
+from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer
 from hap.synthesizer.stages.stage_times import figures
 from tests.random_plans import Case, benchmark_case, two_machines, verdict
 from tests.random_stages import FAMILIES, random_groups, random_staged_plan
@@ -162,23 +166,64 @@ def test_gathers_run_in_each_microbatch(family: str, seed: int) -> None:
             assert (again.peak_bytes == once_.peak_bytes).all()
 
 
+@cache
+def one_stage(memory: tuple[float, ...], family: str = "gpt2") -> tuple[StageSearch, Sketch]:
+    """Return a search of a model on devices with so much memory, and its step in two microbatches."""
+    on = two_machines(len(memory))
+    devices = tuple(
+        replace(d, memory_bytes=round(b)) for d, b in zip(on.devices, memory, strict=True)
+    )
+    search = StageSearch(benchmark_case(family, "tiny").space, replace(on, devices=devices), 2)
+    ranks = tuple(range(len(memory)))
+    return search, Sketch(
+        groups=(ranks,), cuts=(), microbatches=2, estimate_s=0.0, least_s=0.0, indices=(0,)
+    )
+
+
+def priced_bytes(search: StageSearch, sketch: Sketch) -> float:
+    """Return the most bytes of a rank if memory has its highest price."""
+    ((task,), _) = search._tasks(sketch)
+    synthesizer = StageSynthesizer(task, search.cluster, 2)
+    shares = next(synthesizer.starts())
+    first = synthesizer.cheapest(shares)
+    price = MemoryPrice.of(first, synthesizer._lacking(first), synthesizer._memory)
+    pair = synthesizer.cheapest(shares, price.at(price.highest))
+    return float(synthesizer._held(*synthesizer._priced_part(pair)).max())
+
+
+def test_gradients_are_reduced_at_once_where_memory_has_a_price(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    least = priced_bytes(*one_stage((1.0, 1.0, 1.0)))
+    monkeypatch.setattr(Space, "terms", frozenset())
+    assert least < priced_bytes(*one_stage((1.0, 1.0, 1.0)))
+
+
 @pytest.mark.slow
-def test_devices_with_more_memory_store_more() -> None:
-    """Two of three equal devices have little memory; nothing fits if all store alike."""
-    torch.manual_seed(0)
-    on, options = two_machines(3), PlanOptions(recompute="", all_devices=True)
-    peak = deep_peak_bytes()
+def test_devices_with_more_memory_store_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are memories at which the step fits only with shares that were solved anew."""
+    enough = priced_bytes(*one_stage((1.0, 1.0, 1.0)))
 
-    def planned(part: float) -> Plan:
-        memory = (2 * peak, part * peak, part * peak)
-        devices = tuple(
-            replace(d, memory_bytes=round(b)) for d, b in zip(on.devices, memory, strict=True)
-        )
-        return hap.plan(Deep(), BATCH, replace(on, devices=devices), options=options)
+    def fits(part: float) -> bool:
+        search, sketch = one_stage((4 * enough, part * enough, part * enough))
+        search._found.clear()
+        made = search.pipeline(sketch)
+        return made is not None and made.fits
 
-    plans = [planned(part) for part in (0.45, 0.4, 0.35)]
-    assert any(plan.microbatches > 1 for plan in plans)
-    for plan in plans:
-        first, *others = plan.prediction.ranks
-        assert all(first.peak_bytes > rank.peak_bytes for rank in others)
-        assert all(r.peak_bytes <= r.memory_bytes for r in plan.prediction.ranks)
+    parts = (0.9, 0.8, 0.7, 0.6)
+    found = [fits(part) for part in parts]
+    monkeypatch.setattr(StageSynthesizer, "_within_memory", lambda self, pair: pair)
+    alike = [fits(part) for part in parts]
+    assert all(a <= b for a, b in zip(alike, found, strict=True))
+    assert sum(found) > sum(alike)
+
+
+def test_no_microbatches_are_searched_that_would_take_too_long() -> None:
+    search, sketch = one_stage((1e12, 1e12))
+    roomy_s = search.roomy_s(sketch)
+    assert _fewest(search, 0.99 * roomy_s, (0, 1)) is None
+    made = _fewest(search, 1.01 * roomy_s, (0, 1))
+    assert made
+    pipeline = search.pipeline(made.sketch)
+    assert pipeline
+    assert pipeline.times.step_s <= 1.01 * roomy_s

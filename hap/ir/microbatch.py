@@ -151,21 +151,6 @@ def _check_end(graph: Graph, node: Node, phase_of: Mapping[str, Phase]) -> None:
             )  # fmt: skip
 
 
-def features_before(graph: Graph) -> frozenset[str]:
-    """Return the tensors that are made of whole inputs before the microbatches, and read by each of them."""
-    of_node, found = phases(graph), set[str]()
-    whole = {i.tensor for i in graph.role("input") if not is_of_each(i)}
-    for node in graph.nodes:
-        if of_node[node.name] is Phase.ONCE and not whole.isdisjoint(node.inputs):
-            made = {o for o in node.outputs if o}
-            whole |= made
-            found |= {
-                o for o in made
-                if any(of_node[reader.name] is Phase.PART for reader in graph.consumers[o])
-            }  # fmt: skip
-    return frozenset(found)
-
-
 def _counts(graph: Graph) -> frozenset[str]:
     """Return the sums that depend on the batch alone, such as a count of labels."""
     role = {i.tensor: i.role for i in graph.inputs}

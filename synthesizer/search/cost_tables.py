@@ -248,7 +248,7 @@ class Problem:
             part = self.space.at_once.get(name, 1.0)
             return part * float(price @ self.cost.local_bytes(graph.tensors[name], p))
 
-        for name in (*graph.saved, *sorted(self.space.throughout.difference(graph.saved))):
+        for name in graph.saved:
             key = self._held[name], self._alike(name)
             if key not in self._tables:
                 holdings = self.held[name]

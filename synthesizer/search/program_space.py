@@ -53,7 +53,6 @@ class Space:
     ``repeated``: how many times a step converts a tensor, where that is not once.
     ``at_once``: the part of a saved tensor that is in memory at once, where the batch comes in microbatches.
     ``summed``: sums over microbatches; their terms are in memory for the whole step.
-    ``throughout``: what is made before the microbatches and read by each of them, such as features of images.
     """
 
     graph: Graph
@@ -64,7 +63,6 @@ class Space:
     repeated: Mapping[str, int] = field(default_factory=dict)
     at_once: Mapping[str, float] = field(default_factory=dict)
     summed: frozenset[str] = frozenset()
-    throughout: frozenset[str] = frozenset()
 
     @cached_property
     def terms(self) -> frozenset[str]:

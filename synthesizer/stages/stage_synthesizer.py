@@ -11,7 +11,7 @@ import numpy as np
 from hap.cluster.topology import Cluster
 from hap.ir.axes import Axes, Axis, Shares
 from hap.ir.graph import Graph
-from hap.ir.microbatch import Phase, features_before, is_sum, phases
+from hap.ir.microbatch import Phase, is_sum, phases
 from hap.ir.program import Program
 from hap.ir.weight_gathers import forward_gathers
 from hap.synthesizer.candidate import Candidate
@@ -88,7 +88,7 @@ class StageTask:
                 sources[i.tensor] = space.sources[i.tensor][:1]
         return replace(
             space, axes=Axes(axes=axes, of=space.axes.of), repeated=repeated, sources=sources,
-            at_once=at_once, summed=summed, throughout=features_before(self.part),
+            at_once=at_once, summed=summed,
         )  # fmt: skip
 
 
