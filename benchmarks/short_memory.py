@@ -80,9 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print a row per way to plan; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--images", action="store_true", help="plan LLaVA")
-    images = parser.parse_args(argv).images
-    case = (_llava, UNLIKE8, "") if images else (_llama, CLUSTER, "bfloat16")
-    rows = [(name, *_planned(*case, options)) for name, options in OPTIONS.items()]
+    parser.add_argument("--plans", nargs="+", choices=OPTIONS, default=[*OPTIONS], help="rows")
+    args = parser.parse_args(argv)
+    case = (_llava, UNLIKE8, "") if args.images else (_llama, CLUSTER, "bfloat16")
+    rows = [(name, *_planned(*case, OPTIONS[name])) for name in args.plans]
     head = ("plan", "step", "microbatches", "stages", "recomputed", "devices", "planned in")
     emit(table(head, rows))
     return 0
