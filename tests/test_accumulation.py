@@ -205,8 +205,8 @@ def test_devices_with_more_memory_store_more(monkeypatch: pytest.MonkeyPatch) ->
     enough = priced_bytes(*one_stage((1.0, 1.0, 1.0)))
 
     def fits(part: float) -> bool:
-        search, sketch = one_stage((4 * enough, part * enough, part * enough))
-        search._found.clear()
+        # A new search: nothing that was found before the patch.
+        search, sketch = one_stage.__wrapped__((4 * enough, part * enough, part * enough))
         made = search.pipeline(sketch)
         return made is not None and made.fits
 

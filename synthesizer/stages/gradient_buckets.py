@@ -15,7 +15,7 @@ import numpy as np
 from hap.ir.delayed_weights import delayable
 from hap.ir.graph import Graph
 from hap.ir.last_turn import after_microbatches, beside_last
-from hap.ir.program import Convert, Instruction, Program
+from hap.ir.program import Convert, Instruction, Program, Value
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.stages.turn_seconds import TimedProgram
 
@@ -112,47 +112,44 @@ class _Moved:
     """The instructions beside the last backward that move to where their gradients are complete."""
 
     def __init__(self, graph: Graph, program: Program, beside: frozenset[int]) -> None:
-        self._steps, self._beside = program.instructions, beside
-        maker = {v: k for k, s in enumerate(self._steps) for v in s.writes(graph)}
-        self._read = {
-            k: [maker[v] for v in self._steps[k].reads(graph) if v in maker] for k in beside
-        }
-        self._known: dict[int, list[int]] = {}
+        self._read = dict[int, list[int]]()  # only instructions beside the last backward
+        self._ready = dict[int, int]()
+        self._reduces, behind_reduction = set[int](), set[int]()
         self.done = set[int]()
-
-    def _needed(self, k: int) -> list[int]:
-        """Return the instructions beside the backward on which one depends, in order."""
-        if k not in self._known:
-            todo, found = [*self._read[k]], set[int]()
-            while todo:
-                if (n := todo.pop()) in self._beside and n not in found:
-                    found.add(n)
-                    todo += self._read[n]
-            self._known[k] = sorted(found)
-        return self._known[k]
+        steps, maker = program.instructions, dict[Value, int]()
+        for k, step in enumerate(steps):
+            if k in beside:
+                made = {maker[v] for v in step.reads(graph) if v in maker}
+                read = self._read[k] = sorted(made & beside)
+                ready = [*(made - beside), *(self._ready[n] for n in read)]
+                last = self._ready[k] = max(ready, default=-1)
+                if any(n in behind_reduction or _reduces(steps[n]) for n in read):
+                    behind_reduction.add(k)
+                elif _reduces(step) and last >= 0 and steps[last].backward:
+                    self._reduces.add(k)
+            maker.update(dict.fromkeys(step.writes(graph), k))
 
     def reduces(self, k: int) -> bool:
         """Return whether an instruction is a collective of gradients that follows no other one."""
-        step, needed = self._steps[k], (self._steps[n] for n in self._needed(k))
-        return (
-            isinstance(step, Convert) and not step.local and self._follows_backward(k)
-            and all(not isinstance(n, Convert) or n.local for n in needed)
-        )  # fmt: skip
-
-    def _follows_backward(self, k: int) -> bool:
-        last = self.ready(k)
-        return last >= 0 and self._steps[last].backward
+        return k in self._reduces
 
     def ready(self, k: int) -> int:
         """Return the last instruction of the backward on which one depends."""
-        read = (m for n in (*self._needed(k), k) for m in self._read[n])
-        return max((m for m in read if m not in self._beside), default=-1)
+        return self._ready[k]
 
     def take(self, k: int) -> list[int]:
-        """Return what must move before an instruction, once."""
-        found = [n for n in self._needed(k) if n not in self.done]
-        self.done.update(found)
-        return found
+        """Return what must move before an instruction, in order, once."""
+        todo, found = [*self._read[k]], list[int]()
+        while todo:
+            if (n := todo.pop()) not in self.done:
+                self.done.add(n)
+                found.append(n)
+                todo += self._read[n]
+        return sorted(found)
+
+
+def _reduces(step: Instruction) -> bool:
+    return isinstance(step, Convert) and not step.local
 
 
 def _nbytes(graph: Graph, step: Instruction) -> int:

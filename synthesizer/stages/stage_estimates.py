@@ -64,8 +64,8 @@ MOVED = 2
 class Sketch:
     """An estimated pipeline: groups in order, the last operator of each stage but the last.
 
-    ``least_s``: no pipeline of this sketch is predicted to be faster. ``lacking``: its devices lack
-    memory by the estimate. ``indices``: each group in the search, and ``ideal_s`` the
+    ``least_s``: no pipeline of this sketch is predicted to be faster. ``fills``: the part of its memory that each group
+    needs by the estimate. ``indices``: each group in the search, and ``ideal_s`` the
     seconds of a microbatch on it if its devices were one of the sum of their speeds.
     """
 
@@ -74,9 +74,14 @@ class Sketch:
     microbatches: int
     estimate_s: float
     least_s: float
-    lacking: bool = False
+    fills: tuple[float, ...] = ()
     indices: tuple[int, ...] = ()
     ideal_s: tuple[float, ...] = ()
+
+    @property
+    def lacking(self) -> bool:
+        """Whether devices lack memory by the estimate."""
+        return any(fill > 1 for fill in self.fills)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +114,7 @@ class StageEstimates:
         self._sketched: dict[int, list[Sketch]] = {}
         self._reduction = GroupReduction(cluster, self.blocks)
         self._over = defaultdict[int, list[float]](list)
+        self._fuller: dict[int, float] = {}
         self._sent: dict[tuple[Ranks, Ranks], tuple[float, float]] = {}
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
         firsts = [kind.ranks[0] for kind in self.blocks.kinds]
@@ -260,6 +266,17 @@ class StageEstimates:
         self._over[count].append(step_s / same.estimate_s)
         self._sketched.pop(count, None)
 
+    def learn_fill(self, sketch: Sketch, number: int, fill: float) -> None:
+        """Correct estimates of memory by the part of it that a stage which does not fit needs at least."""
+        if sketch.fills:
+            group, ratio = sketch.indices[number], fill / sketch.fills[number]
+            self._fuller[group] = min(ratio, self._fuller.get(group, ratio))
+
+    def overfull(self, sketch: Sketch) -> bool:
+        """Return whether a stage does not fit by what was learnt of its group."""
+        each = zip(sketch.indices, sketch.fills, strict=True)
+        return any(fill * self._fuller.get(group, 0.0) > 1 for group, fill in each)
+
     def expected_s(self, sketch: Sketch) -> float:
         """Return the estimate, corrected by predictions, if there are any with as many microbatches by those."""
         every = [ratio for each in self._over.values() for ratio in each]
@@ -364,7 +381,7 @@ class StageEstimates:
     ) -> Sketch:  # fmt: skip
         starts = [0, *(p + 1 for p in chain.places)]
         ends = [*(p + 1 for p in chain.places), len(self.places) + 1]
-        costs, stages, lacking, ideal = each.costs, [], False, []
+        costs, stages, fills, ideal = each.costs, [], [], []
         for number, (first, last, group) in enumerate(zip(starts, ends, chain.groups, strict=True)):
             devices = self.blocks.counts(groups[number])
             work_s = costs.work_s[:, :, first:last].sum(axis=2)
@@ -387,11 +404,11 @@ class StageEstimates:
                 )
             )  # fmt: skip
             held = costs.stored_bytes[first:last].sum() + costs.saved_bytes[first:last].sum()
-            lacking |= bool(held > self._memory[list(groups[number])].sum())
+            fills.append(float(held / self._memory[list(groups[number])].sum()))
         return Sketch(
             groups=groups, cuts=tuple(self.places[p] for p in chain.places), microbatches=count,
-            estimate_s=simulate_pipeline(stages, count).step_s, least_s=least_s, lacking=lacking,
-            indices=chain.groups, ideal_s=tuple(ideal),
+            estimate_s=simulate_pipeline(stages, count).step_s, least_s=least_s,
+            fills=tuple(fills), indices=chain.groups, ideal_s=tuple(ideal),
         )  # fmt: skip
 
     def _awaits(

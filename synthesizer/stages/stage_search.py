@@ -36,6 +36,9 @@ from hap.synthesizer.synthesize import Synthesizer, is_long
 SEARCHED = 8
 """Most pipelines whose stages are searched exactly."""
 
+LACKING = 2
+"""Most pipelines that are searched although they lack memory by the estimate, and then do not fit."""
+
 NEAR = 1.05
 """Estimated seconds up to which a pipeline is searched, relative to the best plan so far."""
 
@@ -44,6 +47,13 @@ Chosen = tuple[Program, Shares]
 
 Programs = Callable[[StageTask], Chosen | None]
 """A stage -> what was chosen for it, if it has a program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overfull:
+    """The result for a stage that does not fit: the part of its memory that the fullest rank needs."""
+
+    fill: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +101,7 @@ class StageSearch:
         self._relaxed: dict[Ranks, Relaxed] = {}
         _check(space.graph)
         self._time = over_time(space, cluster, optimizer_states)
-        self._found: dict[object, Chosen | None] = {}
+        self._found: dict[object, Chosen | Overfull | None] = {}
         self._latest: tuple[object, StageSynthesizer] | None = None
         self.estimates = StageEstimates(self._time, cluster, optimizer_states, keep, quick=quick)
 
@@ -107,21 +117,25 @@ class StageSearch:
     ) -> Pipeline | None:
         """Return the fastest pipeline found that fits, if one is faster than ``limit_s``."""
         best: tuple[Pipeline, Sketch] | None = None
-        tried, beat_s = set[object](), limit_s
+        tried, beat_s, lacking = set[object](), limit_s, 0
 
         def search(sketch: Sketch) -> None:
-            nonlocal best, limit_s
+            nonlocal best, limit_s, lacking
             # Estimates of other devices for the same cuts hardly differ.
             tried.add((sketch.cuts, sketch.microbatches))
             found = self._tried(sketch, progress)
+            lacking += found is None and sketch.lacking
             if found and found.fits and found.times.step_s < limit_s:
                 best, limit_s = (found, sketch), found.times.step_s
 
         def new(sketches: Sequence[Sketch]) -> list[Sketch]:
-            return [s for s in sketches if (s.cuts, s.microbatches) not in tried]
+            left = (s for s in sketches if (s.cuts, s.microbatches) not in tried)
+            return [s for s in left if not self.estimates.overfull(s)]
 
         for _ in range(SEARCHED):
             if not (promising := new(self._promising(limit_s))):
+                break
+            if promising[0].lacking and lacking == LACKING:  # and so do all others
                 break
             search(promising[0])
         before = None
@@ -178,11 +192,14 @@ class StageSearch:
             tasks, transfers = self._tasks(sketch)
         except PlanError:
             return None
-        parts, chosen = tuple(task.part for task in tasks), []
-        for one in map(programs, tasks) if programs else self._searched(tasks):
-            if one is None:
-                return None
-            chosen.append(one)
+        parts = tuple(task.part for task in tasks)
+        found = [*map(programs, tasks)] if programs else self._searched(tasks)
+        for number, one in enumerate(found):
+            if isinstance(one, Overfull):
+                self.estimates.learn_fill(sketch, number, one.fill)
+        chosen = [one for one in found if isinstance(one, tuple)]
+        if len(chosen) < len(tasks):
+            return None
 
         memory = [[float(self.cluster.devices[r].memory_bytes) for r in g] for g in groups]
 
@@ -204,7 +221,7 @@ class StageSearch:
         arranged = arrange(of_stage, priced.seconds, memory, count, flights)
         if arranged is None:
             return None
-        found, times = arranged
+        every, times = arranged
         kept = tuple(sorted(r for group in groups for r in group))
         stages = tuple(
             Stage(
@@ -213,7 +230,7 @@ class StageSearch:
                 gather_each=each.gather_each,
             )
             for group, (program, shares), time, each in zip(
-                groups, chosen, times, found, strict=True
+                groups, chosen, times, every, strict=True
             )
         )  # fmt: skip
         pipeline = PipelineStages(cuts=sketch.cuts, stages=stages)
@@ -223,7 +240,7 @@ class StageSearch:
             cluster=self.cluster.keep(kept),
             left=tuple(r for r in range(self.cluster.world_size) if r not in kept),
             over_time=self._time, microbatches=count,
-            stages=pipeline, figures=tuple(found), seconds=tuple(times),
+            stages=pipeline, figures=tuple(every), seconds=tuple(times),
             times=simulate_pipeline(times, count), transfers=transfers, parts=parts,
         )  # fmt: skip
 
@@ -256,7 +273,7 @@ class StageSearch:
         each_s = made.forward_s + made.backward_s
         return made.before_s + task.count * each_s + made.after_s - made.hidden_s
 
-    def _searched(self, tasks: Sequence[StageTask]) -> list[Chosen | None]:
+    def _searched(self, tasks: Sequence[StageTask]) -> list[Chosen | Overfull | None]:
         """Return the cheapest program of each stage on its devices, with its shares."""
         keys = [self._key(task) for task in tasks]
         new = {k: task for k, task in zip(keys, tasks, strict=True) if k not in self._found}
@@ -272,9 +289,11 @@ class StageSearch:
         names = tuple(n.name for n in whole.nodes)
         return devices, task.count, task.in_flight, whole.inputs, whole.outputs, names
 
-    def _search(self, task: StageTask) -> Chosen | None:
+    def _search(self, task: StageTask) -> Chosen | Overfull | None:
+        synthesizer = self._synthesizer(task)
         try:
-            return self._synthesizer(task).chosen()
+            fill = synthesizer.fill
+            return synthesizer.chosen() if fill <= 1 else Overfull(fill)
         except HapError:
             return None
 

@@ -116,12 +116,27 @@ class StageSynthesizer(Synthesizer):
         Raises:
             HapError: the allowed placements admit no program.
         """
+        return self.in_order(self.pair) if in_order else of_microbatch(self.pair)
+
+    @cached_property
+    def pair(self) -> Candidate:
+        """The program and shares of the whole batch, within the memory of microbatches if some were found.
+
+        Raises:
+            HapError: the allowed placements admit no program.
+        """
         pair = self.search(next(self.starts()))
         if self.cluster.world_size > 1:
             pair = self.search(self.balance(pair))
             pair = min((pair, self.judge(pair.program, self.balance(pair))), key=self._objective)
             pair = self._within_memory(pair)
-        return self.in_order(pair) if in_order else of_microbatch(pair)
+        return pair
+
+    @property
+    def fill(self) -> float:
+        """The part of its memory that the fullest rank needs with one microbatch in flight, whose forward runs again."""
+        program, cost = self._priced_part(self.pair)
+        return float((self._held(program, cost, in_flight=1) / self._memory).max())
 
     def _within_memory(self, pair: Candidate) -> Candidate:
         """Return the program with shares by which ranks lack less memory, if some lack any.
@@ -179,10 +194,10 @@ class StageSynthesizer(Synthesizer):
         lacking: PerRank = np.maximum(self._held(program, cost) - self._memory, 0.0)
         return lacking
 
-    def _held(self, program: Program, cost: CostModel) -> PerRank:
+    def _held(self, program: Program, cost: CostModel, in_flight: int | None = None) -> PerRank:
         task = self._task
         return stage_bytes(
-            task.part, program, cost, task.count, task.in_flight, recompute=True,
+            task.part, program, cost, task.count, in_flight or task.in_flight, recompute=True,
             each=forward_gathers(task.part, program),
         ).peak_bytes  # fmt: skip
 
