@@ -33,7 +33,7 @@ from hap.cluster.topology import Cluster
 from hap.ir.plan import Plan, Source
 from hap.runtime.testbed import Testbed
 from hap.synthesizer.search.program_space import build_space
-from hap.synthesizer.stages.stage_estimates import Sketch
+from hap.synthesizer.stages.sketch import Sketch
 from hap.synthesizer.stages.stage_prediction import predict_pipeline
 from hap.synthesizer.stages.stage_search import StageSearch
 from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer

@@ -16,7 +16,7 @@ from hap.synthesizer.cost.hardware_model import PerRank
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.stages.device_blocks import Ranks
-from hap.synthesizer.stages.stage_estimates import Sketch
+from hap.synthesizer.stages.sketch import Sketch
 from hap.synthesizer.stages.stage_search import Chosen, Pipeline, StageSearch
 from hap.synthesizer.stages.stage_synthesizer import StageTask
 from hap.synthesizer.synthesize import Synthesizer, is_long

@@ -24,7 +24,7 @@ from hap.synthesizer.memory_price import MemoryPrice
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.recompute_modes import WORTH
 from hap.synthesizer.search.program_space import Space
-from hap.synthesizer.stages.stage_estimates import Sketch
+from hap.synthesizer.stages.sketch import Sketch
 from hap.synthesizer.stages.stage_search import StageSearch
 from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer
 from hap.synthesizer.stages.stage_times import figures

@@ -8,7 +8,7 @@ import pytest
 
 from hap.cluster.topology import Cluster
 from hap.synthesizer.stages import stage_search
-from hap.synthesizer.stages.stage_estimates import Sketch
+from hap.synthesizer.stages.sketch import Sketch
 from hap.synthesizer.stages.stage_search import LACKING, Pipeline, StageSearch
 from tests.random_plans import benchmark_case, two_machines
 

@@ -36,8 +36,8 @@ from hap.synthesizer.stages.even_pipeline import even_pipeline, even_pipelines
 from hap.synthesizer.stages.flights import chosen_flights
 from hap.synthesizer.stages.group_reduction import GroupReduction
 from hap.synthesizer.stages.segment_costs import GroupSeconds
+from hap.synthesizer.stages.sketch import Sketch
 from hap.synthesizer.stages.stage_dp import Boundaries, ChainSearch
-from hap.synthesizer.stages.stage_estimates import Sketch
 from hap.synthesizer.stages.stage_prediction import stage_bound
 from hap.synthesizer.stages.stage_search import StageSearch
 from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask
@@ -143,6 +143,14 @@ def test_the_dynamic_program_finds_the_least_pipeline() -> None:
         assert min(c.least_s for c in chains) == pytest.approx(min(options), rel=1e-12)
         for chain in chains:
             assert search.of(chain.places, chain.groups) == pytest.approx(chain.least_s)
+        for groups in itertools.product(range(1, len(blocks.vectors)), repeat=stages):
+            found = search.on_groups(groups)
+            cuts = itertools.combinations(range(segments - 1), stages - 1)
+            assert found
+            assert found.groups == groups
+            assert found.least_s == pytest.approx(min(search.of(p, groups) for p in cuts))
+            assert search.of(found.places, groups) == pytest.approx(found.least_s)
+    assert search.on_groups((1,) * (segments + 1)) is None
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -21,7 +21,7 @@ from hap.runtime.emulate import run_ranks
 from hap.runtime.hap_module import HapModule
 from hap.runtime.run_logger import RunLogger
 from hap.runtime.shards import gather
-from hap.synthesizer.stages.stage_estimates import Sketch
+from hap.synthesizer.stages.sketch import Sketch
 from hap.synthesizer.stages.stage_search import StageSearch
 from tests.random_plans import Case, benchmark_case, make_case, random_plan, two_machines, verdict
 from tests.random_stages import random_staged_plan

@@ -20,7 +20,7 @@ from hap.ir.program import Program
 from hap.synthesizer.baselines import tensor_parallel
 from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.program_space import Space
-from hap.synthesizer.stages.stage_estimates import Sketch
+from hap.synthesizer.stages.sketch import Sketch
 from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
 from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask
 from hap.synthesizer.synthesize import proportional_shares

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from hap.synthesizer.stages.device_blocks import DeviceBlocks
 from hap.synthesizer.stages.segment_costs import Floats, GroupSeconds, Priced
@@ -120,6 +122,33 @@ class ChainSearch:
                 places.append(first + int(row))
                 first += int(row) + 1
         return Chain(places=tuple(places), groups=tuple(groups), least_s=least_s)
+
+    @cached_property
+    def _stages(self) -> tuple[Floats, Floats]:
+        """Seconds of a stage that is busy, and of the chain up to the next one: dims [group, first, last segment]."""
+        shape = len(self._blocks.vectors), self._segments, self._segments
+        busy, chain = np.full(shape, np.inf), np.full(shape, np.inf)
+        for first, seconds in enumerate(self._priced):
+            busy[:, first, first:] = np.maximum(seconds.all_s, self._links[first]).T
+            around = seconds.each_s[:-1] + self._boundaries.round_s[first : self._segments - 1]
+            chain[:, first, first:-1] = around.T
+        return busy, chain
+
+    def on_groups(self, groups: Sequence[int]) -> Chain | None:
+        """Return the best pipeline on these groups in this order, if there are enough cuts."""
+        busy, chain = self._stages
+        least, choices = busy[groups[-1], :, -1], list[npt.NDArray[np.intp]]()
+        for group in reversed(groups[:-1]):
+            options = np.maximum(busy[group, :, :-1], chain[group, :, :-1] + least[1:])
+            choices.append(options.argmin(axis=1))
+            least = options.min(axis=1)
+        if not np.isfinite(least[0]):
+            return None
+        places, first = [], 0
+        for choice in reversed(choices):
+            places.append(int(choice[first]))
+            first = places[-1] + 1
+        return Chain(places=tuple(places), groups=tuple(groups), least_s=float(least[0]))
 
     def of(self, places: Sequence[int], groups: Sequence[int]) -> float:
         """Return the least seconds of one pipeline."""

@@ -37,6 +37,7 @@ from hap.synthesizer.stages.segment_costs import (
     segment_costs,
     together_s,
 )
+from hap.synthesizer.stages.sketch import Sketch
 from hap.synthesizer.stages.stage_dp import Boundaries, Chain, ChainSearch
 from hap.synthesizer.stages.stage_transfers import even_send_s
 from hap.synthesizer.stages.time_axis import OverTime
@@ -58,30 +59,6 @@ INSIDE = 1.05
 
 MOVED = 2
 """Most places by which a cut moves at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sketch:
-    """An estimated pipeline: groups in order, the last operator of each stage but the last.
-
-    ``least_s``: no pipeline of this sketch is predicted to be faster. ``fills``: the part of its memory that each group
-    needs by the estimate. ``indices``: each group in the search, and ``ideal_s`` the
-    seconds of a microbatch on it if its devices were one of the sum of their speeds.
-    """
-
-    groups: tuple[Ranks, ...]
-    cuts: tuple[str, ...]
-    microbatches: int
-    estimate_s: float
-    least_s: float
-    fills: tuple[float, ...] = ()
-    indices: tuple[int, ...] = ()
-    ideal_s: tuple[float, ...] = ()
-
-    @property
-    def lacking(self) -> bool:
-        """Whether devices lack memory by the estimate."""
-        return any(fill > 1 for fill in self.fills)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +89,7 @@ class StageEstimates:
         self._over_time, self._cluster, self._states, self._keep = over_time, cluster, states, keep
         self.blocks = DeviceBlocks(cluster, keep)
         self._sketched: dict[int, list[Sketch]] = {}
+        self._searches: dict[int, ChainSearch] = {}
         self._reduction = GroupReduction(cluster, self.blocks)
         self._over = defaultdict[int, list[float]](list)
         self._fuller: dict[int, float] = {}
@@ -210,15 +188,34 @@ class StageEstimates:
             yield from (s for s in self._sketched[count] if s.least_s < below_s)
 
     def _sketches(self, count: int) -> Iterator[Sketch]:
-        each = self._counts[count]
-        usual = estimated(each.costs, self.blocks.devices, each.excess, self._reduction.seconds)
-        search = ChainSearch(len(self.places) + 1, self.blocks, usual, each.between, MOST_STAGES)
+        search = self._search(count)
         for stages in range(1, MOST_STAGES + 1):
             for chain in {(c.places, c.groups): c for c in search.chains(stages)}.values():
-                groups = self.blocks.ranks(chain.groups)
-                if self._keep <= {r for g in groups for r in g}:
-                    least_s = each.optimistic.of(chain.places, chain.groups)
-                    yield self._sketch(count, each, chain, groups, least_s)
+                if self._keeps(chain.groups):
+                    yield self.of_chain(count, chain)
+
+    def _search(self, count: int) -> ChainSearch:
+        """Return the search by usual costs, as far as these were learnt."""
+        if count not in self._searches:
+            each = self._counts[count]
+            usual = estimated(each.costs, self.blocks.devices, each.excess, self._reduction.seconds)
+            self._searches[count] = ChainSearch(
+                len(self.places) + 1, self.blocks, usual, each.between, MOST_STAGES
+            )
+        return self._searches[count]
+
+    def _keeps(self, groups: Sequence[int]) -> bool:
+        return self._keep <= {r for ranks in self.blocks.ranks(groups) for r in ranks}
+
+    def chain(self, count: int, groups: Sequence[int]) -> Chain | None:
+        """Return the cuts that are best for given groups; ``None`` if there are too few cuts, or ranks to keep are left out."""
+        return self._search(count).on_groups(groups) if self._keeps(groups) else None
+
+    def of_chain(self, count: int, chain: Chain) -> Sketch:
+        """Return the estimate of a pipeline by its simulation."""
+        each, groups = self._counts[count], self.blocks.ranks(chain.groups)
+        least_s = each.optimistic.of(chain.places, chain.groups)
+        return self._sketch(count, each, chain, groups, least_s)
 
     @cached_property
     def _counts(self) -> dict[int, _Count]:
@@ -265,6 +262,7 @@ class StageEstimates:
         same = self._changed(sketch, [*map(self.places.index, sketch.cuts)], range(len(each_s)))
         self._over[count].append(step_s / same.estimate_s)
         self._sketched.pop(count, None)
+        self._searches.pop(count, None)
 
     def learn_fill(self, sketch: Sketch, number: int, fill: float) -> None:
         """Correct estimates of memory by the part of it that a stage which does not fit needs at least."""

@@ -6,7 +6,8 @@ promising ones get an exact search of each stage on its group, and are simulated
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hap.background import each
@@ -26,7 +27,9 @@ from hap.synthesizer.schedule.pipeline_simulator import (
 )
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.stages.flights import arrange
-from hap.synthesizer.stages.stage_estimates import Sketch, StageEstimates
+from hap.synthesizer.stages.regrouping import regrouped
+from hap.synthesizer.stages.sketch import Sketch
+from hap.synthesizer.stages.stage_estimates import StageEstimates
 from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask
 from hap.synthesizer.stages.stage_times import StageFigures, figures, least_gathering
 from hap.synthesizer.stages.stage_transfers import Ranks, StageTransfers
@@ -38,6 +41,9 @@ SEARCHED = 8
 
 LACKING = 2
 """Most pipelines that are searched although they lack memory by the estimate, and then do not fit."""
+
+STARTS = 8
+"""Estimated pipelines from which a local search of their groups starts."""
 
 NEAR = 1.05
 """Estimated seconds up to which a pipeline is searched, relative to the best plan so far."""
@@ -103,6 +109,7 @@ class StageSearch:
         self._time = over_time(space, cluster, optimizer_states)
         self._found: dict[object, Chosen | Overfull | None] = {}
         self._latest: tuple[object, StageSynthesizer] | None = None
+        self._regrouped: dict[tuple[int, tuple[Ranks, ...], tuple[str, ...]], Sketch] = {}
         self.estimates = StageEstimates(self._time, cluster, optimizer_states, keep, quick=quick)
 
     def relaxed(self, ranks: Ranks) -> Relaxed:
@@ -121,15 +128,14 @@ class StageSearch:
 
         def search(sketch: Sketch) -> None:
             nonlocal best, limit_s, lacking
-            # Estimates of other devices for the same cuts hardly differ.
-            tried.add((sketch.cuts, sketch.microbatches))
+            tried.add((sketch.groups, sketch.cuts, sketch.microbatches))
             found = self._tried(sketch, progress)
             lacking += found is None and sketch.lacking
             if found and found.fits and found.times.step_s < limit_s:
                 best, limit_s = (found, sketch), found.times.step_s
 
         def new(sketches: Sequence[Sketch]) -> list[Sketch]:
-            left = (s for s in sketches if (s.cuts, s.microbatches) not in tried)
+            left = (s for s in sketches if (s.groups, s.cuts, s.microbatches) not in tried)
             return [s for s in left if not self.estimates.overfull(s)]
 
         for _ in range(SEARCHED):
@@ -166,16 +172,31 @@ class StageSearch:
         if found is not None:
             each_s = [s.forward_s + s.backward_s for s in found.seconds]
             self.estimates.learn(sketch, each_s, found.times.step_s)
+            for key in [key for key in self._regrouped if key[0] == sketch.microbatches]:
+                del self._regrouped[key]
         return found
 
     def _promising(self, limit_s: float) -> list[Sketch]:
         """Return the pipelines that may be faster, the one that is expected to be fastest first."""
         expected_s = self.estimates.expected_s
-        near = [
-            s for s in self.estimates.sketches(limit_s)
-            if min(s.estimate_s, expected_s(s)) <= NEAR * limit_s
-        ]  # fmt: skip
-        return sorted(near, key=lambda s: (s.lacking, expected_s(s)))
+
+        def near(sketches: Iterable[Sketch]) -> list[Sketch]:
+            found = (s for s in sketches if min(s.estimate_s, expected_s(s)) <= NEAR * limit_s)
+            return sorted(found, key=lambda s: (s.lacking, expected_s(s)))
+
+        found = near(self.estimates.sketches(limit_s))
+        starts = dict[object, Sketch]()
+        for sketch in found:
+            starts.setdefault((sketch.groups, sketch.microbatches), sketch)
+        first = itertools.islice(starts.values(), STARTS)
+        return near([*found, *map(self._at_optimum, first)])
+
+    def _at_optimum(self, sketch: Sketch) -> Sketch:
+        """Return the end of a local search from a pipeline; searched anew after its estimates have learnt."""
+        key = sketch.microbatches, sketch.groups, sketch.cuts
+        if key not in self._regrouped:
+            self._regrouped[key] = regrouped(self.estimates, sketch)
+        return self._regrouped[key]
 
     def pipeline(
         self, sketch: Sketch, programs: Programs | None = None, flights: tuple[int, ...] = ()
