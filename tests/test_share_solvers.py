@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,17 @@ def test_a_problem_that_no_solver_takes_is_one_error() -> None:
     problem.add_variable(lb=0, ub=float("nan"))
     with pytest.raises(HapError, match="every solver"):
         solvers.solved(problem, 1e-5, [])
+
+
+def test_errors_of_a_solver_do_not_reach_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(solvers.FAILURES):
+        mathopt.solve(_problem(), mathopt.SolverType.GSCIP)
+    assert "ERROR" in capfd.readouterr().err  # else the fixture tests nothing
+    solvers.solved(_problem(), 1e-5, [])
+    assert capfd.readouterr().err == ""
+
+
+def test_other_text_reaches_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    with solvers._scip_errors_hidden():
+        os.write(2, b"searching\n[solve.c:4216] ERROR: (node 1) in LP 18\nERROR: no space\n")
+    assert capfd.readouterr().err == "searching\nERROR: no space\n"

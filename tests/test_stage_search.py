@@ -413,6 +413,36 @@ def test_the_next_numbers_of_microbatches_are_near() -> None:
         assert {(s.groups, s.cuts) for s in near} <= {(sketch.groups, sketch.cuts)}
 
 
+def _ends(crossings: set[tuple[int, int, bool]]) -> set[tuple[int, int, bool]]:
+    """Return the weights that cross forward, and the ends of the gradients that come back."""
+    back = [(src, dst) for src, dst, backward in crossings if backward]
+    forward = {each for each in crossings if not each[2]}
+    return forward | {(max(s for s, _ in back), min(d for _, d in back), True) for _ in back[:1]}
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "vit"])
+def test_estimates_know_between_which_stages_a_weight_crosses(family: str) -> None:
+    """Against the transfers of the stages; the last stage need not read the weight of the first one."""
+    estimates, rng = searched(family).estimates, random.Random(family)
+    count, found = estimates.counts[0], 0
+    costs, graph = estimates._counts[count].costs, estimates._over_time.part(count)
+    groups: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,))
+    last = len(estimates.places) - 1
+    every = [(last - 1, last), *(tuple(sorted(rng.sample(range(last + 1), 2))) for _ in range(9))]
+    for places in every:
+        _, transfers = cut_stages(graph, [estimates.places[k] for k in places])
+        once = {(t.src, t.dst, t.backward) for t in transfers if t.once}
+        expected = {
+            (t.src, stage, t.backward)
+            for stage in range(3)
+            for t in estimates._awaits(costs, places, groups, stage)
+        }
+        # A gradient may be added up on its way: an estimate has its ends.
+        assert _ends(once) == _ends(expected)
+        found += len(once)
+    assert bool(found) == (family != "vit")
+
+
 def test_gradients_are_reduced_in_two_parts_where_that_takes_no_longer() -> None:
     cluster = load_cluster(
         "links: {between: {bandwidth: 10 Gbit/s, latency: 30 us}}\n"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import tempfile
 from collections.abc import Iterator
 
 from ortools.math_opt.python import mathopt
@@ -20,6 +24,9 @@ FAILURES = (RuntimeError, AttributeError)
 """Errors of a solver that gives up. OR-Tools 9.15 raises ``AttributeError`` while it reports one."""
 
 
+_SCIP_ERROR = re.compile(rb"^\[\w+\.c:\d+\] ERROR: .*\n", re.MULTILINE)
+
+
 def solved(
     problem: mathopt.Model, gap: float, hints: list[mathopt.SolutionHint], *, relaxed: bool = False
 ) -> mathopt.SolveResult:
@@ -36,7 +43,8 @@ def solved(
     failure: Exception | None = None
     for solver, parameters in _ways(gap, relaxed):
         try:
-            result = mathopt.solve(problem, solver, params=parameters, model_params=given)
+            with _scip_errors_hidden():
+                result = mathopt.solve(problem, solver, params=parameters, model_params=given)
         except FAILURES as error:  # the next solver has another method
             failure = error
             continue
@@ -46,6 +54,28 @@ def solved(
         f"every solver of the integer program of the shares failed: {failure or 'without a reason'}",
         hint="check the figures in the cluster file for values that are many orders apart",
     ) from failure
+
+
+@contextlib.contextmanager
+def _scip_errors_hidden() -> Iterator[None]:
+    """Keep the errors that SCIP writes to the descriptor of ``stderr`` from the terminal; other text appears at the end.
+
+    Its failures are handled: the next solver follows.
+    """
+    try:
+        terminal = os.dup(2)
+    except OSError:  # the process has no stderr
+        yield
+        return
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            written.seek(0)
+            os.write(2, _SCIP_ERROR.sub(b"", written.read()))
 
 
 def _ways(

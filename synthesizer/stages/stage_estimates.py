@@ -398,7 +398,7 @@ class StageEstimates:
                 StageSeconds(
                     forward_s=sides[FORWARD] * excess, backward_s=sides[BACKWARD] * excess,
                     send_s=there, return_s=back, before_s=before_s, after_s=sides[ONCE] + after_s,
-                    awaits=self._awaits(costs, chain.places, groups, number), in_flight=flight,
+                    awaits=tuple(self._awaits(costs, chain.places, groups, number)), in_flight=flight,
                 )
             )  # fmt: skip
             held = costs.stored_bytes[first:last].sum() + costs.saved_bytes[first:last].sum()
@@ -411,16 +411,20 @@ class StageEstimates:
 
     def _awaits(
         self, costs: SegmentCosts, places: tuple[int, ...], groups: tuple[Ranks, ...], number: int
-    ) -> tuple[OnceTransfer, ...]:
-        """Return what a stage gets once per step, as if the first and the last stage exchanged it."""
-        last = len(groups) - 1
-        ends = {last: (0, 0), 0: (last, 1)}
-        if not last or number not in ends:
-            return ()
-        src, side = ends[number]
-        nbytes = float(costs.once_bytes[side, list(places)].min())
-        seconds = self._send_s(groups[src], groups[number], nbytes)
-        return (OnceTransfer(src, seconds, backward=bool(side)),) if nbytes else ()
+    ) -> Iterator[OnceTransfer]:
+        """Yield what a stage gets once per step: a weight of the first stage that has one, or its gradients."""
+        stages = range(len(groups))
+        for side, every in enumerate(costs.once_bytes):
+            crossing = [0.0, *every[list(places)].tolist(), 0.0]
+            # Transfers that cross before a stage, and not behind it, end there.
+            ends = [k for k in stages if crossing[k] > crossing[k + 1]]
+            owner = next((k for k in stages if crossing[k + 1]), None)
+            pairs = [(owner, k) if side == 0 else (k, owner) for k in ends]
+            for src, _ in ((a, b) for a, b in pairs if b == number and a is not None):
+                end = number if side == 0 else src
+                nbytes = crossing[end] - crossing[end + 1]
+                seconds = self._send_s(groups[src], groups[number], nbytes)
+                yield OnceTransfer(src, seconds, backward=bool(side))
 
     @cached_property
     def _sending(self) -> tuple[tuple[float, Floats], tuple[float, Floats]]:
