@@ -415,16 +415,15 @@ class StageEstimates:
         """Yield what a stage gets once per step: a weight of the first stage that has one, or its gradients."""
         stages = range(len(groups))
         for side, every in enumerate(costs.once_bytes):
+            # What crosses before a stage and not behind it ends there.
             crossing = [0.0, *every[list(places)].tolist(), 0.0]
-            # Transfers that cross before a stage, and not behind it, end there.
-            ends = [k for k in stages if crossing[k] > crossing[k + 1]]
-            owner = next((k for k in stages if crossing[k + 1]), None)
-            pairs = [(owner, k) if side == 0 else (k, owner) for k in ends]
-            for src, _ in ((a, b) for a, b in pairs if b == number and a is not None):
-                end = number if side == 0 else src
+            owner = next((k for k in stages if crossing[k + 1]), 0)
+            for end in stages:
+                src, dst = (end, owner) if side else (owner, end)
                 nbytes = crossing[end] - crossing[end + 1]
-                seconds = self._send_s(groups[src], groups[number], nbytes)
-                yield OnceTransfer(src, seconds, backward=bool(side))
+                if dst == number and nbytes > 0:
+                    seconds = self._send_s(groups[src], groups[dst], nbytes)
+                    yield OnceTransfer(src, seconds, backward=bool(side))
 
     @cached_property
     def _sending(self) -> tuple[tuple[float, Floats], tuple[float, Floats]]:

@@ -141,7 +141,7 @@ class StageSearch:
         for _ in range(SEARCHED):
             if not (promising := new(self._promising(limit_s))):
                 break
-            if promising[0].lacking and lacking == LACKING:  # and so do all others
+            if promising[0].lacking and lacking >= LACKING:  # and so do all others
                 break
             search(promising[0])
         before = None
